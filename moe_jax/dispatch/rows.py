@@ -1,0 +1,93 @@
+"""Moves tokens to expert rows and back, as gathers in both directions.
+
+The plain gradient of a gather is a scatter-add. Here the inverse map is known, so the gradients
+are gathers as well: no atomics on an accelerator, and the same sum in the same order every time.
+
+Axis legend: T tokens, K slots per token, d width, R expert rows.
+"""
+
+import jax
+import jax.numpy as jnp
+
+
+def assignment_of_row(row: jax.Array, num_rows: int) -> jax.Array:
+    """The inverse of ``row``.
+
+    Args:
+      row: i32[T, K], the expert row of each assignment; one of no row is anything >= num_rows.
+      num_rows: R.
+
+    Returns:
+      i32[R], the index t*K + slot of the assignment in each row; T*K where a row is empty.
+    """
+    empty = jnp.full(num_rows, row.size, jnp.int32)
+    assignments = jnp.arange(row.size, dtype=jnp.int32)
+    return empty.at[row.ravel()].set(assignments, mode="drop", unique_indices=True)
+
+
+@jax.custom_vjp
+def to_rows(x: jax.Array, row: jax.Array, assignment: jax.Array) -> jax.Array:
+    """Copies each token to the rows of its assignments.
+
+    Args:
+      x: float[T, d].
+      row: i32[T, K], the expert row of each assignment, >= R for none.
+      assignment: i32[R], ``assignment_of_row(row, R)``.
+
+    Returns:
+      float[R, d]; empty rows are 0. Reverse-mode differentiable in x.
+    """
+    # An empty row has assignment T*K, hence token T, which is out of range and reads 0.
+    return _take(x, assignment // row.shape[1])
+
+
+def _to_rows_fwd(x, row, assignment):
+    return to_rows(x, row, assignment), row
+
+
+def _to_rows_bwd(row, cotangent):
+    total = sum(_take(cotangent, row[:, j]).astype(jnp.float32) for j in range(row.shape[1]))
+    return total.astype(cotangent.dtype), None, None
+
+
+to_rows.defvjp(_to_rows_fwd, _to_rows_bwd)
+
+
+@jax.custom_vjp
+def from_rows(rows: jax.Array, gate: jax.Array, row: jax.Array, assignment: jax.Array) -> jax.Array:
+    """Each token's sum of its rows, weighted by their gates, in float32.
+
+    Args:
+      rows: float[R, d], the experts' outputs.
+      gate: f32[T, K].
+      row: i32[T, K], the expert row of each assignment, >= R for none, which adds exactly 0.
+      assignment: i32[R], ``assignment_of_row(row, R)``.
+
+    Returns:
+      float[T, d] of the rows' dtype. Reverse-mode differentiable in rows and gate.
+    """
+    terms = (gate[:, j, None] * _take(rows, row[:, j]) for j in range(row.shape[1]))
+    return sum(terms).astype(rows.dtype)
+
+
+def _from_rows_fwd(rows, gate, row, assignment):
+    return from_rows(rows, gate, row, assignment), (rows, gate, row, assignment)
+
+
+def _from_rows_bwd(residuals, cotangent):
+    rows, gate, row, assignment = residuals
+    weight = _take(gate.ravel(), assignment)[:, None]
+    d_rows = weight * _take(cotangent, assignment // row.shape[1])
+    products = [
+        jnp.sum(cotangent.astype(gate.dtype) * _take(rows, row[:, j]).astype(gate.dtype), axis=-1)
+        for j in range(row.shape[1])
+    ]
+    return d_rows.astype(rows.dtype), jnp.stack(products, axis=1).astype(gate.dtype), None, None
+
+
+from_rows.defvjp(_from_rows_fwd, _from_rows_bwd)
+
+
+def _take(array, index):
+    """array[index] along the first axis, 0 where the index is past the end."""
+    return array.at[index].get(mode="fill", fill_value=0)

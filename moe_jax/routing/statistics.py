@@ -1,0 +1,97 @@
+"""How the load is spread over the experts, and how sure the router is.
+
+Axis legend: T tokens, E experts, K slots. "load" is the number of assignments that the router
+gives to an expert, before any is dropped.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from moe_jax.routing.losses import z_loss
+from moe_jax.routing.types import TokenChoice, expert_counts
+
+
+class RoutingStatistics(NamedTuple):
+    """Statistics of one layer's routing of one batch.
+
+    Attributes:
+      load: i32[E], assignments per expert, the dropped ones included.
+      dropped: i32[E], assignments dropped per expert.
+      load_cv: f32[], standard deviation of the load over its mean; 0 is perfect balance.
+      dropped_fraction: f32[], dropped / load, both summed over experts.
+      load_entropy: f32[], entropy of the load in nats; log E is perfect balance.
+      max_share: f32[], the fullest expert's share of the load; 1/E is perfect balance.
+      dead_experts: f32[], number of experts without load.
+      router_entropy: f32[], mean over valid tokens of the entropy of probs, in nats.
+      router_z: f32[], mean over valid tokens of logsumexp(logits)^2.
+    """
+
+    load: jax.Array
+    dropped: jax.Array
+    load_cv: jax.Array
+    dropped_fraction: jax.Array
+    load_entropy: jax.Array
+    max_share: jax.Array
+    dead_experts: jax.Array
+    router_entropy: jax.Array
+    router_z: jax.Array
+
+
+class LoadStatistics(NamedTuple):
+    """The statistics of RoutingStatistics that follow from counts alone (each f32[])."""
+
+    load_cv: jax.Array
+    dropped_fraction: jax.Array
+    load_entropy: jax.Array
+    max_share: jax.Array
+    dead_experts: jax.Array
+
+
+def routing_statistics(
+    routing: TokenChoice, dropped: jax.Array, *, valid: jax.Array | None = None
+) -> RoutingStatistics:
+    """Statistics of one layer's routing.
+
+    Args:
+      routing: the layer's routing, before capacity.
+      dropped: i32[E], assignments dropped per expert, as ``dispatch.moe`` returns them.
+      valid: bool[T], the tokens that count. None: all.
+    """
+    num_experts = routing.probs.shape[-1]
+    valid = jnp.ones(routing.probs.shape[0], bool) if valid is None else valid
+    load = expert_counts(jnp.where(valid[:, None], routing.expert, num_experts), num_experts)
+    log_probs = jnp.log(jnp.where(routing.probs > 0, routing.probs, 1.0))
+    entropy = -jnp.sum(routing.probs * log_probs, axis=-1)
+    tokens = jnp.maximum(jnp.sum(valid), 1)
+    return RoutingStatistics(
+        load,
+        dropped,
+        *load_statistics(load, dropped),
+        router_entropy=jnp.sum(jnp.where(valid, entropy, 0.0)) / tokens,
+        router_z=z_loss(routing.logits, valid=valid),
+    )
+
+
+def load_statistics(load: jax.Array, dropped: jax.Array) -> LoadStatistics:
+    """Statistics of counts, which may be sums over many batches.
+
+    Args:
+      load: int[E] or float[E], assignments per expert.
+      dropped: int[E] or float[E], assignments dropped per expert.
+
+    Returns:
+      LoadStatistics; all zeros but ``dead_experts`` when there is no load.
+    """
+    load, dropped = jnp.asarray(load, jnp.float32), jnp.asarray(dropped, jnp.float32)
+    total = jnp.sum(load)
+    share = load / jnp.where(total == 0, 1.0, total)
+    return LoadStatistics(
+        # std/mean of the load, written with shares, whose mean is 1/E.
+        load_cv=jnp.where(total == 0, 0.0, jnp.std(share) * load.size),
+        dropped_fraction=jnp.sum(dropped) / jnp.where(total == 0, 1.0, total),
+        load_entropy=-jnp.sum(share * jnp.log(jnp.where(share > 0, share, 1.0))),
+        max_share=jnp.max(share),
+        dead_experts=jnp.sum(load == 0).astype(jnp.float32),
+    )

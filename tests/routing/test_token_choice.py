@@ -1,0 +1,247 @@
+"""Routers of token choice against a loop, golden numbers and closed-form gradients."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.test_util import check_grads
+
+from moe_jax.routing import ROUTERS, make_router, softmax_top_k, top_k_softmax
+
+ROUTES = {
+    "top_k_softmax": top_k_softmax,
+    "softmax_top_k": softmax_top_k,
+    "softmax_top_k renormalised": functools.partial(softmax_top_k, renormalize=True),
+}
+
+
+def slow_route(logits, k, normalise_over_chosen, valid=None):
+    """Token by token: sort by (-logit, index), take k, weigh."""
+    logits = np.asarray(logits, np.float64)
+    num_tokens, num_experts = logits.shape
+    expert = np.full((num_tokens, k), num_experts)
+    gate = np.zeros((num_tokens, k))
+    for t in range(num_tokens):
+        if valid is not None and not valid[t]:
+            continue
+        order = sorted(range(num_experts), key=lambda e: (-logits[t, e], e))[:k]
+        order = [e for e in order if logits[t, e] != -np.inf]
+        pool = order if normalise_over_chosen else range(num_experts)
+        top = max((logits[t, e] for e in pool), default=0.0)
+        total = sum(np.exp(logits[t, e] - top) for e in pool)
+        for slot, e in enumerate(order):
+            expert[t, slot], gate[t, slot] = e, np.exp(logits[t, e] - top) / total
+    return expert, gate
+
+
+def is_normalised(name):
+    return name != "softmax_top_k"
+
+
+@pytest.mark.parametrize("name", ROUTES)
+class TestContract:
+    """What every router of token choice promises."""
+
+    @pytest.mark.parametrize("shape", [(1, 1, 1), (1, 4, 2), (7, 5, 5), (33, 8, 2), (17, 64, 8)])
+    def test_matches_the_loop(self, name, shape):
+        num_tokens, num_experts, k = shape
+        logits = 3 * jax.random.normal(jax.random.key(0), (num_tokens, num_experts))
+        routing = ROUTES[name](logits, k)
+        expert, gate = slow_route(logits, k, is_normalised(name))
+        np.testing.assert_array_equal(routing.expert, expert)
+        np.testing.assert_allclose(routing.gate, gate, atol=1e-6)
+        np.testing.assert_allclose(routing.probs, jax.nn.softmax(logits), atol=1e-6)
+
+    def test_shapes_and_dtypes(self, name):
+        routing = ROUTES[name](jnp.zeros((6, 4), jnp.bfloat16), 2)
+        assert routing.expert.shape == routing.gate.shape == (6, 2)
+        assert routing.logits.shape == routing.probs.shape == (6, 4)
+        assert routing.expert.dtype == jnp.int32
+        assert {routing.gate.dtype, routing.logits.dtype, routing.probs.dtype} == {
+            jnp.dtype(jnp.float32)
+        }
+
+    @pytest.mark.parametrize(
+        "valid", [[1, 1, 1, 0, 0], [0, 0, 1, 1, 1], [0, 1, 0, 1, 0], [0] * 5, [1] * 5]
+    )
+    def test_invalid_tokens_route_nowhere_and_change_nothing(self, name, valid):
+        valid = np.array(valid, bool)
+        logits = jax.random.normal(jax.random.key(1), (5, 4))
+        # Whatever stands in an invalid row, NaN included, must not be seen.
+        dirty = jnp.where(valid[:, None], logits, jnp.nan)
+        routing = ROUTES[name](dirty, 2, valid=valid)
+        alone = ROUTES[name](logits, 2)
+        np.testing.assert_array_equal(routing.expert[~valid], 4)
+        np.testing.assert_array_equal(routing.gate[~valid], 0)
+        np.testing.assert_array_equal(routing.probs[~valid], 0)
+        np.testing.assert_array_equal(routing.expert[valid], alone.expert[valid])
+        np.testing.assert_array_equal(routing.gate[valid], alone.gate[valid])
+        gradient = jax.grad(lambda z: jnp.sum(ROUTES[name](z, 2, valid=valid).gate ** 2))(dirty)
+        np.testing.assert_array_equal(gradient[~valid], 0)
+        assert np.isfinite(gradient).all()
+
+    def test_ties_go_to_the_lowest_index_in_every_way_of_running(self, name):
+        logits = jnp.zeros((4, 6)).at[:, 3].set(1.0)
+        expected = np.broadcast_to([3, 0, 1], (4, 3))
+        route = functools.partial(ROUTES[name], k=3)
+        ways = {
+            "plain": route(logits).expert,
+            "jit": jax.jit(route)(logits).expert,
+            "vmap": jax.vmap(route)(logits[None]).expert[0],
+            "remat": jax.checkpoint(route)(logits).expert,
+            "bf16": route(logits.astype(jnp.bfloat16)).expert,
+        }
+        for way, expert in ways.items():
+            np.testing.assert_array_equal(expert, expected, err_msg=way)
+
+    @pytest.mark.parametrize("scale", [1e4, -1e4, 0.0])
+    def test_extreme_logits(self, name, scale):
+        logits = scale * jnp.arange(12.0).reshape(3, 4)
+
+        def total(z):
+            routing = ROUTES[name](z, 2)
+            return jnp.sum(routing.gate**2) + jnp.sum(routing.probs**2), routing
+
+        gradient, routing = jax.grad(total, has_aux=True)(logits)
+        assert np.isfinite(routing.gate).all() and (routing.gate >= 0).all()
+        assert np.isfinite(gradient).all()
+
+    def test_columns_of_minus_infinity_are_never_chosen(self, name):
+        logits = jnp.array([[0.0, -jnp.inf, 1.0, -jnp.inf], [-jnp.inf] * 4, [1.0, -jnp.inf, 2, 3]])
+        routing = ROUTES[name](logits, 3)
+        np.testing.assert_array_equal(routing.expert, [[2, 0, 4], [4, 4, 4], [3, 2, 0]])
+        expert, gate = slow_route(logits, 3, is_normalised(name))
+        np.testing.assert_allclose(routing.gate, gate, atol=1e-6)
+        gradient = jax.grad(lambda z: jnp.sum(ROUTES[name](z, 3).gate ** 2))(logits)
+        assert np.isfinite(gradient).all()
+
+    def test_permuting_tokens_permutes_results(self, name):
+        logits = jax.random.normal(jax.random.key(2), (9, 5))
+        order = jax.random.permutation(jax.random.key(3), 9)
+        straight, permuted = ROUTES[name](logits, 2), ROUTES[name](logits[order], 2)
+        jax.tree.map(lambda a, b: np.testing.assert_array_equal(a[order], b), straight, permuted)
+
+    def test_relabelling_experts_relabels_results(self, name):
+        logits = jax.random.normal(jax.random.key(4), (9, 5))
+        order = np.array([3, 0, 4, 1, 2])
+        straight, relabelled = ROUTES[name](logits, 2), ROUTES[name](logits[:, order], 2)
+        np.testing.assert_array_equal(order[relabelled.expert], straight.expert)
+        np.testing.assert_allclose(relabelled.gate, straight.gate, rtol=1e-6)
+
+    @pytest.mark.parametrize("k", [1, 2, 5])
+    def test_gradient_against_finite_differences(self, name, k):
+        # Logits 0.3 apart: the differences of +-1e-3 do not reach a tie.
+        logits = jax.random.permutation(
+            jax.random.key(5), 0.3 * jnp.arange(5.0), independent=True
+        ) + jnp.zeros((4, 5))
+        weight = jax.random.normal(jax.random.key(6), (4, k))
+
+        def f(z):
+            routing = ROUTES[name](z, k)
+            return jnp.sum(routing.gate * weight) + jnp.sum(jnp.sin(3 * routing.probs))
+
+        check_grads(f, (logits,), order=1, modes=("fwd", "rev"), atol=1e-2, rtol=1e-2, eps=1e-2)
+
+    def test_twice_the_same(self, name):
+        logits = jax.random.normal(jax.random.key(7), (64, 8))
+        jax.tree.map(
+            np.testing.assert_array_equal, ROUTES[name](logits, 2), ROUTES[name](logits, 2)
+        )
+
+    def test_one_compilation_for_all_routings(self, name):
+        route = jax.jit(functools.partial(ROUTES[name], k=2))
+        for seed in range(5):
+            route(jax.random.normal(jax.random.key(seed), (16, 8)))
+        assert route._cache_size() == 1
+
+    @pytest.mark.parametrize(
+        ("arguments", "message"),
+        [
+            (dict(logits=jnp.zeros((3, 4)), k=5), r"k: got 5; allowed: 1\.\.4"),
+            (dict(logits=jnp.zeros((3, 4)), k=0), r"k: got 0; allowed: 1\.\.4"),
+            (dict(logits=jnp.zeros((3, 4)), k=1.5), r"k: got 1\.5"),
+            (dict(logits=jnp.zeros(4), k=1), r"logits: got shape \(4,\); allowed: \[T, E\]"),
+            (dict(logits=jnp.zeros((3, 4)), k=1, valid=jnp.ones(4)), r"valid: got shape \(4,\)"),
+        ],
+    )
+    def test_bad_input(self, name, arguments, message):
+        with pytest.raises(ValueError, match=message):
+            ROUTES[name](**arguments)
+
+
+def test_golden_normalised_or_not():
+    # softmax(2,1,0,0): e^2 = 7.389056, e = 2.718282, 1, 1; sum 12.107338.
+    # 7.389056/12.107338 = .610295, 2.718282/12.107338 = .224515; over the two chosen,
+    # 1/(1+e^-1) = .731059 and .268941.
+    logits = jnp.array([[2.0, 1.0, 0.0, 0.0]])
+    np.testing.assert_allclose(softmax_top_k(logits, 2).gate, [[0.610296, 0.224515]], atol=1e-6)
+    for routing in (top_k_softmax(logits, 2), softmax_top_k(logits, 2, renormalize=True)):
+        np.testing.assert_allclose(routing.gate, [[0.731059, 0.268941]], atol=1e-6)
+    assert softmax_top_k(logits, 1).gate.shape == (1, 1)
+
+
+def test_golden_router_gradient_at_k_1():
+    # Scalar experts with outputs (2,-1,3), logits (1,.5,0), k = 1: y = 2 p_0, so
+    # dy/dz = 2 p_0 (1-p_0, -p_1, -p_2) with p = (.506480, .307196, .186324).
+    logits, outputs = jnp.array([[1.0, 0.5, 0.0]]), jnp.array([2.0, -1.0, 3.0])
+
+    def y(z, renormalize):
+        routing = softmax_top_k(z, 1, renormalize=renormalize)
+        return jnp.sum(routing.gate * outputs[routing.expert])
+
+    np.testing.assert_allclose(
+        jax.grad(y)(logits, False), [[0.499916, -0.311177, -0.188739]], atol=2e-6
+    )
+    with pytest.warns(UserWarning, match="no gradient"):
+        np.testing.assert_array_equal(jax.grad(y)(logits, True), 0)
+
+
+def test_closed_forms_of_the_router_gradient():
+    # With a_i = G.f_i for expert outputs f_i and upstream gradient G. Renormalised:
+    # dL/dz_j = g_j (a_j - sum_i g_i a_i) for chosen j, else 0. Not renormalised:
+    # dL/dz_j = p_j (1[j chosen] a_j - sum over chosen i of p_i a_i) for all j.
+    logits = jax.random.normal(jax.random.key(0), (6, 5))
+    a = jax.random.normal(jax.random.key(1), (6, 5))
+
+    def loss(z, route):
+        routing = route(z, 3)
+        return jnp.sum(routing.gate * jnp.take_along_axis(a, routing.expert, axis=1))
+
+    probs = jax.nn.softmax(logits)
+    chosen = jnp.zeros_like(logits).at[jnp.arange(6)[:, None], top_k_softmax(logits, 3).expert]
+    chosen = chosen.set(1.0)
+    gate = chosen * probs / jnp.sum(chosen * probs, axis=1, keepdims=True)
+    renormalised = gate * (a - jnp.sum(gate * a, axis=1, keepdims=True))
+    plain = probs * (chosen * a - jnp.sum(chosen * probs * a, axis=1, keepdims=True))
+    np.testing.assert_allclose(jax.grad(loss)(logits, top_k_softmax), renormalised, atol=1e-6)
+    np.testing.assert_allclose(jax.grad(loss)(logits, softmax_top_k), plain, atol=1e-6)
+
+
+def test_bf16_inputs_choose_as_float32_does():
+    logits = jax.random.normal(jax.random.key(0), (4096, 64)).astype(jnp.bfloat16)
+    np.testing.assert_array_equal(
+        softmax_top_k(logits, 8).expert, softmax_top_k(logits.astype(jnp.float32), 8).expert
+    )
+
+
+def test_selection_survives_probabilities_that_underflow():
+    # p = (1, 0, 0, 0) in float32 beyond a gap of 104, yet expert 2 is the second choice.
+    logits = jnp.array([[0.0, -300.0, -200.0, -400.0]])
+    np.testing.assert_array_equal(softmax_top_k(logits, 2).expert, [[0, 2]])
+
+
+def test_nan_logits_stay_visible():
+    routing = top_k_softmax(jnp.array([[0.0, jnp.nan, 1.0]]), 2)
+    assert np.isnan(routing.gate).any()
+
+
+def test_registry_names_the_allowed():
+    assert set(ROUTERS) >= {"top_k_softmax", "softmax_top_k"}
+    routing = make_router("softmax_top_k", k=2, renormalize=True)(jnp.eye(3), valid=None)
+    np.testing.assert_allclose(jnp.sum(routing.gate, axis=1), 1.0, rtol=1e-6)
+    with pytest.raises(ValueError, match="router: got 'topk'; allowed: softmax_top_k, top_k"):
+        make_router("topk", k=2)
+    with pytest.raises(ValueError, match="got 'tau'; allowed: renormalize"):
+        make_router("softmax_top_k", k=2, tau=1.0)
