@@ -1,0 +1,1 @@
+"""Baselines, statistics and plots; nothing else in the package imports it."""

@@ -1,0 +1,1 @@
+"""Text data: TFDS builders, tokenizers and grain pipelines."""
