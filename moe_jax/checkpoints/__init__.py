@@ -1,0 +1,12 @@
+"""Checkpoints of a run: written in the background, whole or not at all, checked when read."""
+
+from moe_jax.checkpoints.files import CheckpointError, saved_steps
+from moe_jax.checkpoints.manager import Checkpoints, best_step, restore_params
+
+__all__ = [
+    "CheckpointError",
+    "Checkpoints",
+    "best_step",
+    "restore_params",
+    "saved_steps",
+]

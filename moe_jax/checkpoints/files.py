@@ -1,0 +1,86 @@
+"""The files of a checkpoint: which there are, and whether they are as they were written.
+
+A checkpoint is a folder named by its step. It appears by a rename once everything in it is
+written, and ``files.json`` in it has the size and CRC-32 of every other file: orbax detects a
+truncated array but not a flipped bit, and fails on either in its own many ways.
+"""
+
+import json
+import zlib
+from pathlib import Path
+
+MANIFEST = "files.json"
+# Orbax notes the time of the commit in this one afterwards; nothing is restored from it.
+_UNCHECKED = ("_CHECKPOINT_METADATA",)
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint that cannot be written or read; the message is one line."""
+
+
+def saved_steps(directory: str | Path) -> list[int]:
+    """The steps that have a checkpoint in ``directory``, rising; half-written ones are none."""
+    directory = Path(directory)
+    if not directory.is_dir():
+        return []
+    return sorted(int(p.name) for p in directory.iterdir() if p.name.isdigit() and p.is_dir())
+
+
+def write_manifest(checkpoint: Path) -> None:
+    """Writes ``files.json`` about the files that are in the folder ``checkpoint`` now."""
+    files = {str(p.relative_to(checkpoint)): _size_and_crc(p) for p in _files(checkpoint)}
+    (checkpoint / MANIFEST).write_text(json.dumps(files, indent=1))
+
+
+def find_damage(checkpoint: Path) -> str | None:
+    """What is wrong with the first file that is not as ``files.json`` has it; None if all are."""
+    try:
+        files = json.loads((checkpoint / MANIFEST).read_text())
+    except FileNotFoundError:
+        return f"{MANIFEST} is missing"
+    except (OSError, ValueError):
+        return f"{MANIFEST} is damaged"
+    for name, (size, crc) in files.items():
+        path = checkpoint / name
+        if not path.is_file():
+            return f"{name} is missing"
+        if path.stat().st_size != size:
+            return f"{name} has {path.stat().st_size} of {size} bytes"
+        if _size_and_crc(path)[1] != crc:
+            return f"{name} has changed since it was written"
+    return None
+
+
+def check_checkpoint(directory: Path, step: int) -> None:
+    """Checks all files of the checkpoint of ``step``.
+
+    Raises:
+      CheckpointError: says what is wrong, and which earlier checkpoint is good.
+    """
+    damage = find_damage(directory / str(step))
+    if damage:
+        raise CheckpointError(
+            f"checkpoint {directory / str(step)} is damaged: {damage};"
+            f" {describe_good(directory, before=step)}; move the damaged one away to go on without"
+        )
+
+
+def describe_good(directory: Path, before: int) -> str:
+    """Names the last undamaged checkpoint of a step below ``before``, for an error message."""
+    for step in reversed(saved_steps(directory)):
+        if step < before and find_damage(directory / str(step)) is None:
+            return f"the last good checkpoint is {directory / str(step)}"
+    return "there is no good checkpoint before it"
+
+
+def _files(checkpoint):
+    paths = sorted(p for p in checkpoint.rglob("*") if p.is_file())
+    return [p for p in paths if p.name not in _UNCHECKED]
+
+
+def _size_and_crc(path):
+    size, crc = 0, 0
+    with path.open("rb") as file:
+        while chunk := file.read(1 << 20):
+            size, crc = size + len(chunk), zlib.crc32(chunk, crc)
+    return [size, crc]

@@ -1,0 +1,393 @@
+"""The command python -m moe_jax.evaluate: a table, pictures and JSON for the runs of a workdir."""
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from ml_collections import ConfigDict
+
+from moe_jax.checkpoints import CheckpointError, best_step, restore_params, saved_steps
+from moe_jax.config import ConfigError, config_from_json, resolve_runs
+from moe_jax.models.accounting import (
+    ForwardFlops,
+    ParameterCount,
+    count_parameters,
+    forward_flops_per_token,
+)
+from moe_jax.train.build import make_initial_state, make_model
+from moe_jax.train.evaluation import Evaluation, bytes_per_token, evaluate_batches
+
+DESCRIPTION = """\
+Evaluates the checkpoints of a workdir on held-out documents, without noise and dropout and with
+the capacity that the config names. Prints a table beside unigram and bigram baselines; writes
+evaluation.json (the workdir and each run), evaluation_load.npz (load and dropped assignments by
+layer and expert, each run) and pictures/ (PNG, the CSV behind each, and token_map.html)."""
+EXAMPLE = "example: python -m moe_jax.evaluate --workdir runs/demo"
+SPLITS = ("test", "validation")
+
+_PASSAGE_TOKENS = 384
+
+
+class Run(NamedTuple):
+    """A trained run: its folder, its config, and the step of the checkpoint to evaluate."""
+
+    name: str
+    directory: Path
+    config: ConfigDict
+    step: int
+
+
+class Result(NamedTuple):
+    """What the evaluation of a run found.
+
+    Attributes:
+      run: which.
+      evaluation: likelihood and routing on the held-out split.
+      parameters: total and active.
+      flops: of the forward pass per token, active experts only.
+      train_tokens_per_second: median over the rows of the run's metrics; None without any.
+    """
+
+    run: Run
+    evaluation: Evaluation
+    parameters: ParameterCount
+    flops: ForwardFlops
+    train_tokens_per_second: float | None
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Runs the command and returns its exit code."""
+    import absl.logging
+
+    # Orbax logs errors with their stack before it raises them.
+    absl.logging.set_verbosity(absl.logging.FATAL)
+    try:
+        options = _parse(arguments)
+        runs = find_runs(options.workdir, step=options.step, best=options.best)
+        evaluate_workdir(options.workdir, runs, split=options.split, batch_size=options.batch_size)
+    except (ConfigError, CheckpointError, ValueError, OSError) as error:
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("stopped; nothing is lost, run the same command again", file=sys.stderr)
+        return 130
+    return 0
+
+
+def find_runs(workdir: Path, *, step: int | None = None, best: bool = False) -> list[Run]:
+    """The trained runs of a workdir.
+
+    Args:
+      workdir: of ``python -m moe_jax.train``.
+      step: the checkpoint to take; the last one by default.
+      best: take the one of lowest validation cross-entropy instead.
+
+    Raises:
+      ConfigError: no workdir, nothing trained in it, no such checkpoint.
+    """
+    path = workdir / "config.json"
+    if not path.is_file():
+        raise ConfigError(
+            f"--workdir: got {str(workdir)!r}, which has no config.json; allowed: a workdir of"
+            " python -m moe_jax.train"
+        )
+    runs = []
+    for name, config in resolve_runs(config_from_json(path.read_text())).items():
+        directory = workdir / name
+        steps = saved_steps(directory / "checkpoints")
+        if not steps:
+            print(f"{directory}: no checkpoint yet, left out", flush=True)
+            continue
+        if step is not None and step not in steps:
+            saved = ", ".join(map(str, steps))
+            raise ConfigError(f"--step: got {step}; allowed in {directory}: {saved}")
+        chosen = step if step is not None else steps[-1]
+        if best:
+            chosen = best_step(directory / "checkpoints")
+            if chosen is None:
+                raise ConfigError(f"--best: no checkpoint of {directory} was validated")
+        runs.append(Run(name or workdir.name, directory, config, chosen))
+    if not runs:
+        raise ConfigError(f"--workdir: nothing is trained in {workdir}; run moe_jax.train first")
+    return runs
+
+
+def evaluate_workdir(
+    workdir: Path, runs: Sequence[Run], *, split: str, batch_size: int | None = None
+) -> list[Result]:
+    """Evaluates runs, prints the table, and writes JSON, arrays and pictures.
+
+    Args:
+      workdir: gets evaluation.json and pictures/.
+      runs: of ``find_runs``.
+      split: "test" or "validation".
+      batch_size: sequences per batch; the run's own by default. It changes the result of models
+        with a capacity, since the tokens of a batch compete for places.
+    """
+    results = [_evaluate_run(run, split, batch_size) for run in runs]
+    rows = [_row(result, split, batch_size) for result in results]
+    baselines = _baselines(runs, split)
+    _write_json(workdir / "evaluation.json", {"split": split, "runs": rows, "baselines": baselines})
+    pictures = _draw(workdir, results, split)
+    _print_table(rows, baselines, split)
+    print("\npictures:", *(f"  {path}" for path in pictures), sep="\n", flush=True)
+    return results
+
+
+def _evaluate_run(run, split, batch_size):
+    from moe_jax.data.pipeline import evaluation_batches
+
+    tokenizer, text = _load_data(run.config, split)
+    model = make_model(run.config, tokenizer.vocab_size)
+    shapes = jax.eval_shape(lambda: make_initial_state(run.config, model)).params
+    params = restore_params(run.directory / "checkpoints", run.step, shapes)
+    sequence_length = run.config.data.sequence_length
+    batches = evaluation_batches(
+        text,
+        sequence_length=sequence_length,
+        batch_size=batch_size or run.config.data.batch_size,
+    )
+    evaluation = evaluate_batches(
+        model,
+        params,
+        _with_progress(batches, f"{run.name}: evaluating step {run.step}"),
+        token_bytes=bytes_per_token(tokenizer),
+    )
+    result = Result(
+        run,
+        evaluation,
+        count_parameters(params, run.config.moe.k),
+        forward_flops_per_token(params, run.config.moe.k, sequence_length),
+        _train_tokens_per_second(run.directory),
+    )
+    _write_json(run.directory / "evaluation.json", _row(result, split, batch_size))
+    if evaluation.load is not None:
+        _write_load(run.directory / "evaluation_load.npz", evaluation)
+    return result
+
+
+def _row(result, split, batch_size):
+    """The result as plain data."""
+    run = result.run
+    return {
+        "name": run.name,
+        "step": run.step,
+        "split": split,
+        "batch_size": batch_size or run.config.data.batch_size,
+        "num_tokens": result.evaluation.num_tokens,
+        "num_bytes": result.evaluation.num_bytes,
+        **result.evaluation.scalars(),
+        "parameters_total": result.parameters.total,
+        "parameters_active": result.parameters.active,
+        "forward_flops_per_token": result.flops.total,
+        "train_tokens_per_second": result.train_tokens_per_second,
+    }
+
+
+def _baselines(runs, split):
+    """Unigram and bigram of each tokenizer among the runs, fitted on its training split."""
+    from moe_jax.analysis.ngram import fit_bigram, fit_unigram, total_nll
+
+    rows, seen = [], set()
+    for run in runs:
+        tokenizer, held_out = _load_data(run.config, split)
+        if tokenizer.name in seen:
+            continue
+        seen.add(tokenizer.name)
+        _, train = _load_data(run.config, "train")
+        num_tokens = len(held_out.tokens) - 1
+        for name, fit in (("unigram", fit_unigram), ("bigram", fit_bigram)):
+            nll = total_nll(fit(train.tokens, tokenizer.vocab_size), held_out.tokens)
+            rows.append(
+                {
+                    "name": name,
+                    "tokenizer": tokenizer.name,
+                    "cross_entropy": nll / num_tokens,
+                    "perplexity": float(np.exp(nll / num_tokens)),
+                    "bits_per_byte": nll / np.log(2) / held_out.num_bytes,
+                }
+            )
+    return rows
+
+
+def _draw(workdir, results, split):
+    """Writes the pictures; returns their paths."""
+    from moe_jax.analysis import plots
+
+    directory = workdir / "pictures"
+    histories = {result.run.name: _history(result.run.directory) for result in results}
+    baselines = _baselines([result.run for result in results], "validation")
+    # Nats per token can be compared within one tokenizer only.
+    comparable = {row["tokenizer"] for row in baselines}
+    lines = {row["name"]: row["cross_entropy"] for row in baselines if len(comparable) == 1}
+    paths = [plots.loss_curves(histories, directory, baselines=lines).png]
+    for result in results:
+        run = result.run
+        if result.evaluation.load is None:
+            continue
+        suffix = "" if run.directory == workdir else f"_{run.name}"
+        layers = range(run.config.moe.every, run.config.model.num_layers + 1, run.config.moe.every)
+        picture = plots.load_heatmap(
+            result.evaluation.load,
+            directory,
+            layers=list(layers),
+            subtitle=f"{run.name}, {split} split, step {run.step}",
+            name=f"expert_load{suffix}",
+        )
+        paths.append(picture.png)
+        picture = plots.routing_over_time(
+            histories[run.name],
+            directory,
+            num_experts=run.config.moe.num_experts,
+            title=f"Routing over training: {run.name}",
+            name=f"routing_over_time{suffix}",
+        )
+        paths.append(picture.png)
+        paths.append(_draw_token_map(run, split, list(layers), directory, f"token_map{suffix}"))
+    return paths
+
+
+def _draw_token_map(run, split, layers, directory, name):
+    """An HTML page: which expert takes which token of the start of the held-out text."""
+    from moe_jax.analysis.token_map import token_map_html
+
+    tokenizer, text = _load_data(run.config, split)
+    model = make_model(run.config, tokenizer.vocab_size)
+    shapes = jax.eval_shape(lambda: make_initial_state(run.config, model)).params
+    params = restore_params(run.directory / "checkpoints", run.step, shapes)
+    tokens = np.asarray(text.tokens[1 : _PASSAGE_TOKENS + 1], np.int32)
+    _, info = jax.jit(model.apply)({"params": params}, tokens[None])
+    page = token_map_html(
+        [tokenizer.token_bytes(int(token)) for token in tokens],
+        np.asarray(info.routing.expert),
+        np.asarray(info.routing.gate),
+        run.config.moe.num_experts,
+        title=f"Which expert takes which token: {run.name}",
+        note=f"Step {run.step}, the first {len(tokens)} tokens of the {split} split.",
+        layers=layers,
+    )
+    directory.mkdir(parents=True, exist_ok=True)
+    path = directory / f"{name}.html"
+    path.write_text(page, encoding="utf-8")
+    return path
+
+
+def _print_table(rows, baselines, split):
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=f"Held-out documents ({split} split)")
+    table.add_column("model")
+    for column in ("perplexity", "bits per byte", "params total", "active", "MFLOP/token"):
+        table.add_column(column, justify="right")
+    for column in ("load CV", "dropped %", "train tokens/s"):
+        table.add_column(column, justify="right")
+    for row in sorted(rows, key=lambda row: row["bits_per_byte"]):
+        routed = "load_cv_mean" in row
+        speed = row["train_tokens_per_second"]
+        table.add_row(
+            row["name"],
+            f"{row['perplexity']:.2f}",
+            f"{row['bits_per_byte']:.4f}",
+            f"{row['parameters_total']:,}",
+            f"{row['parameters_active']:,}",
+            f"{row['forward_flops_per_token'] / 1e6:.2f}",
+            f"{row['load_cv_mean']:.3f}" if routed else "-",
+            f"{100 * row['dropped_fraction_mean']:.2f}" if routed else "-",
+            "-" if speed is None else f"{speed:,.0f}",
+        )
+    several = len({row["tokenizer"] for row in baselines}) > 1
+    for row in baselines:
+        name = f"{row['name']} ({row['tokenizer']})" if several else row["name"]
+        numbers = f"{row['perplexity']:.2f}", f"{row['bits_per_byte']:.4f}"
+        table.add_row(name, *numbers, *["-"] * 6, style="dim")
+    console = Console()
+    console.width = max(console.width, 120)
+    console.print(table)
+
+
+def _load_data(config, split):
+    """The tokenizer of a run and a split of its dataset; both are cached on disk."""
+    from moe_jax.data.pipeline import load_split
+    from moe_jax.data.tokenizers import load_tokenizer
+
+    data = config.data
+    vocab_size = None if data.tokenizer == "byte" else data.vocab_size
+    tokenizer = load_tokenizer(data.tokenizer, data.dataset, vocab_size, data.cache_dir)
+    return tokenizer, load_split(data.dataset, split, tokenizer, data.cache_dir)
+
+
+def _with_progress(batches, description):
+    import tqdm
+
+    interval_seconds = 0.5 if sys.stderr.isatty() else 10.0
+    return tqdm.tqdm(batches, desc=description, unit="batch", mininterval=interval_seconds)
+
+
+def _history(directory):
+    """The rows of a run's metrics.jsonl; a last line that a killed run cut off is left out."""
+    path = directory / "metrics.jsonl"
+    rows: list[dict[str, Any]] = []
+    if not path.is_file():
+        return rows
+    for line in path.read_text().splitlines():
+        try:
+            rows.append(json.loads(line))
+        except ValueError:
+            break
+    return rows
+
+
+def _train_tokens_per_second(directory):
+    speeds = [row["tokens_per_second"] for row in _history(directory) if row["split"] == "train"]
+    return float(np.median(speeds)) if speeds else None
+
+
+def _write_json(path, data):
+    temporary = path.with_name(f"{path.name}.tmp")
+    temporary.write_text(json.dumps(data, indent=2) + "\n")
+    os.replace(temporary, path)
+
+
+def _write_load(path, evaluation):
+    temporary = path.with_name(f"{path.name}.tmp")
+    with temporary.open("wb") as file:
+        np.savez(file, load=evaluation.load, dropped=evaluation.dropped)
+    os.replace(temporary, path)
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message):
+        raise ConfigError(f"{message} (--help lists what is allowed)")
+
+
+def _parse(arguments):
+    parser = _Parser(
+        prog="python -m moe_jax.evaluate",
+        description=DESCRIPTION,
+        epilog=EXAMPLE,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--workdir", type=Path, required=True, help="of python -m moe_jax.train")
+    parser.add_argument("--split", choices=SPLITS, default="test", help="default: %(default)s")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--step", type=int, help="checkpoint to evaluate; default: the last one")
+    which.add_argument(
+        "--best", action="store_true", help="the checkpoint of lowest validation cross-entropy"
+    )
+    parser.add_argument("--batch_size", type=int, help="sequences per batch; default: the run's")
+    options = parser.parse_args(arguments)
+    if options.batch_size is not None and options.batch_size < 1:
+        raise ConfigError(f"--batch_size: got {options.batch_size}; allowed: whole numbers >= 1")
+    return options
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,22 @@
+"""Models: dense or mixture of experts, by the feed-forward modules handed in."""
+
+from moe_jax.models.accounting import (
+    ForwardFlops,
+    ParameterCount,
+    count_parameters,
+    forward_flops_per_token,
+)
+from moe_jax.models.language_model import Block, Blocks, LanguageModel
+from moe_jax.models.scan import stack_layers, unstack_layers
+
+__all__ = [
+    "Block",
+    "Blocks",
+    "ForwardFlops",
+    "LanguageModel",
+    "ParameterCount",
+    "count_parameters",
+    "forward_flops_per_token",
+    "stack_layers",
+    "unstack_layers",
+]

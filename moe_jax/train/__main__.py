@@ -1,0 +1,78 @@
+"""The command python -m moe_jax.train."""
+
+import logging
+import os
+import shlex
+import sys
+from collections.abc import Sequence
+
+import absl.logging
+
+from moe_jax.checkpoints import CheckpointError
+from moe_jax.config import ConfigError, parse_command_line
+from moe_jax.train.loop import TrainingError, train
+from moe_jax.train.signals import StopRequest
+from moe_jax.train.workdir import prepare_workdir
+
+USAGE = """\
+Trains the language model of a config, one variant after the other if it has variants.
+
+usage: python -m moe_jax.train --config FILE.py[:ARGUMENT] --workdir DIR [--config.FIELD=VALUE ...]
+
+example: python -m moe_jax.train --config configs/demo.py --workdir runs/demo --config.steps=100
+
+The same command again goes on from the last checkpoint in DIR, and does nothing once finished.
+SIGINT (Ctrl-C) and SIGTERM finish the step, save a checkpoint and exit; a second one exits at once.
+Exit codes: 0 finished, 1 an error (one line on stderr), 130 stopped by SIGINT, 143 by SIGTERM.
+
+DIR (or DIR/VARIANT) gets config.json, metrics.jsonl, metrics.csv, routing.npz (load and dropped
+assignments by step, layer and expert), tensorboard/ and checkpoints/."""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Runs the command and returns its exit code."""
+    try:
+        config, workdir = parse_command_line(arguments, usage=USAGE)
+        runs = prepare_workdir(workdir, config)
+        with StopRequest() as stop:
+            for directory, run in runs.items():
+                variant = "" if directory == workdir else directory.name
+                train(run, directory, stop=stop, name=variant)
+                if stop.signal:
+                    break
+    except (ConfigError, CheckpointError, TrainingError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except OSError as error:
+        print(f"error: {error.filename or workdir}: {error.strerror}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    if stop.signal:
+        command = shlex.join(["python", "-m", "moe_jax.train", *arguments])
+        print(f"stopped; to go on, run the same command again:\n  {command}", flush=True)
+    return stop.exit_code
+
+
+def _silence_libraries():
+    """Leaves it to this command to tell of an error."""
+    # Orbax logs errors with their stack before it raises them,
+    absl.logging.set_verbosity(absl.logging.FATAL)
+    # and when one write fails, it leaves the others to fail on their own.
+    logging.getLogger("asyncio").setLevel(logging.CRITICAL)
+    show = sys.unraisablehook
+
+    def show_others(unraisable):
+        if str(unraisable.exc_value) != "Event loop is closed":
+            show(unraisable)
+
+    sys.unraisablehook = show_others
+
+
+if __name__ == "__main__":
+    _silence_libraries()
+    code = main(sys.argv[1:])
+    sys.stdout.flush()
+    if code == 1:
+        os._exit(code)  # no clean-up: a writer on a full disk would add its own complaints
+    sys.exit(code)

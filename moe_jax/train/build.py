@@ -1,0 +1,101 @@
+"""From a config to the things it names: the only place that maps fields to modules."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import optax
+from ml_collections import ConfigDict
+
+from moe_jax.layers import Mlp, MoE
+from moe_jax.models.language_model import LanguageModel
+from moe_jax.routing import make_router
+from moe_jax.train.optimizer import learning_rate_schedule, make_optimizer
+from moe_jax.train.state import TrainState, initial_state
+from moe_jax.train.step import AuxiliaryWeights
+
+
+def make_model(config: ConfigDict, vocab_size: int) -> LanguageModel:
+    """The model of a single-run config (``moe_jax.config.resolve_runs``).
+
+    Args:
+      config: validated.
+      vocab_size: of the tokenizer.
+    """
+    model, moe = config.model, config.moe
+    dtype = jnp.dtype(model.dtype)
+    feed_forward = dict(
+        activation=model.activation,
+        glu=model.glu,
+        use_bias=model.use_bias,
+        dropout=model.dropout,
+        dtype=dtype,
+    )
+    make_moe = None
+    if moe.num_experts:
+        arguments = config.routers.get(config.router, {})
+        make_moe = functools.partial(
+            MoE,
+            num_experts=moe.num_experts,
+            expert_width=moe.expert_width,
+            route=make_router(config.router, k=moe.k, **arguments),
+            k=moe.k,
+            num_shared_experts=moe.num_shared_experts,
+            implementation=moe.implementation,
+            capacity_factor=moe.capacity_factor,
+            priority=moe.priority,
+            **feed_forward,
+        )
+    return LanguageModel(
+        vocab_size=vocab_size,
+        width=model.width,
+        num_layers=model.num_layers,
+        num_heads=model.num_heads,
+        dense=functools.partial(Mlp, model.mlp_width, **feed_forward),
+        moe=make_moe,
+        moe_every=moe.every,
+        tie_embeddings=model.tie_embeddings,
+        dropout=model.dropout,
+        remat=model.remat,
+        scan_layers=model.scan_layers,
+        dtype=dtype,
+    )
+
+
+def make_schedule(config: ConfigDict) -> optax.Schedule:
+    """The learning rate over the steps of the run."""
+    optimizer = config.optimizer
+    return learning_rate_schedule(
+        optimizer.learning_rate,
+        steps=config.steps,
+        warmup_steps=optimizer.warmup_steps,
+        final_fraction=optimizer.final_fraction,
+    )
+
+
+def make_optimizer_of(config: ConfigDict) -> optax.GradientTransformation:
+    """The optimizer with the schedule of ``make_schedule``."""
+    optimizer = config.optimizer
+    return make_optimizer(
+        make_schedule(config),
+        weight_decay=optimizer.weight_decay,
+        b1=optimizer.b1,
+        b2=optimizer.b2,
+        clip_norm=optimizer.clip_norm,
+    )
+
+
+def make_weights(config: ConfigDict) -> AuxiliaryWeights:
+    """The weights of the router losses."""
+    return AuxiliaryWeights(load_balance=config.losses.load_balance, z=config.losses.z)
+
+
+def make_initial_state(config: ConfigDict, model: LanguageModel) -> TrainState:
+    """The state before the first step: it follows from the config's seed alone.
+
+    Pure, so that ``jax.eval_shape`` of it gives the shapes without any work.
+    """
+    key, init_key = jax.random.split(jax.random.key(config.seed))
+    # The parameters do not depend on the length, but a short sequence is quicker to trace.
+    params = model.init(init_key, jnp.zeros((1, 2), jnp.int32))["params"]
+    return initial_state(params, make_optimizer_of(config), key)

@@ -1,0 +1,258 @@
+"""One training run from its config to its last step, going on from its last checkpoint."""
+
+import concurrent.futures
+import contextlib
+import math
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from ml_collections import ConfigDict
+
+from moe_jax.checkpoints import Checkpoints, saved_steps
+from moe_jax.train.build import (
+    make_initial_state,
+    make_model,
+    make_optimizer_of,
+    make_schedule,
+    make_weights,
+)
+from moe_jax.train.evaluation import bytes_per_token, evaluate_split
+from moe_jax.train.log import RunLog
+from moe_jax.train.metrics import Metrics, train_scalars
+from moe_jax.train.progress import Progress
+from moe_jax.train.signals import StopRequest
+from moe_jax.train.state import TrainState
+from moe_jax.train.step import make_train_step
+
+_STILL_COMPILING_SECONDS = 30.0
+
+
+class TrainingError(RuntimeError):
+    """A run that cannot go on; the message is one line."""
+
+
+class Data(NamedTuple):
+    """What a run reads.
+
+    Attributes:
+      tokenizer: a ``moe_jax.data.tokenizers.Tokenizer``.
+      train, validation: ``TextSplit``.
+    """
+
+    tokenizer: Any
+    train: Any
+    validation: Any
+
+
+def train(config: ConfigDict, directory: Path, *, stop: StopRequest, name: str = "") -> None:
+    """Trains until the last step or until ``stop``; then the run's files and checkpoint are whole.
+
+    A run that has checkpoints goes on from the last one and gives the very numbers of a run that
+    was never interrupted; a finished run is left alone.
+
+    Args:
+      config: of a single run, validated.
+      directory: of the run; must exist.
+      stop: looked at after every step. A validation at hand is finished first.
+      name: of the run, for messages.
+
+    Raises:
+      TrainingError: the loss became NaN or infinite, or the data cannot be used.
+      CheckpointError: a checkpoint is damaged or cannot be written.
+    """
+    checkpoints_directory = directory / "checkpoints"
+    done = max(saved_steps(checkpoints_directory), default=0)
+    if done >= config.steps:
+        print(f"{directory}: finished ({done} steps), nothing to do", flush=True)
+        return
+    with Progress(steps=config.steps, name=name) as progress:
+        progress.say("preparing the data and the model")
+        data, batches = _load_data(config)
+        model = make_model(config, data.tokenizer.vocab_size)
+        with Checkpoints(
+            checkpoints_directory, keep_last=config.keep_last, keep_best=config.keep_best
+        ) as checkpoints:
+            if done:
+                state = _restore(config, model, checkpoints, done, batches)
+                progress.say(f"going on from step {done}")
+            else:
+                state = jax.jit(lambda: make_initial_state(config, model))()
+            with RunLog(directory, step=done) as log:
+                run = _Run(config, model, data, checkpoints, log, progress)
+                run.train(state, batches, stop)
+
+
+class _Run:
+    """The parts of a run that its steps need."""
+
+    def __init__(self, config, model, data, checkpoints, log, progress):
+        self._config = config
+        self._model = model
+        self._data = data
+        self._token_bytes = bytes_per_token(data.tokenizer)
+        self._checkpoints = checkpoints
+        self._log = log
+        self._progress = progress
+        self._timer = None  # (step, time) from which the throughput is measured
+
+    def train(self, state: TrainState, batches, stop: StopRequest) -> None:
+        config = self._config
+        step = saved = int(state.step)
+        train_step = self._compile(state)
+        self._progress.start(step)
+        self._timer = (step, time.perf_counter())
+        previous = None
+        while step < config.steps and not stop.signal:
+            state, metrics = train_step(state, next(batches))
+            step += 1
+            # One step behind, so that the device is never without work.
+            if previous is not None:
+                self._require_finite(step - 1, previous)
+                self._progress.advance(step - 1)
+            previous = metrics
+            last = step == config.steps
+            cross_entropy = None
+            if step % config.log_every_steps == 0 or last:
+                self._write_metrics(step, metrics)
+            if step % config.evaluate_every_steps == 0 or last:
+                self._require_finite(step, metrics)
+                cross_entropy = self._evaluate(step, state)
+            if step % config.checkpoint_every_steps == 0 or last:
+                self._save(step, state, metrics, batches, cross_entropy)
+                saved = step
+        if step > saved:
+            self._save(step, state, metrics, batches)
+        self._checkpoints.wait()
+        if step == config.steps:
+            self._progress.say(f"finished {step} steps; results in {self._log.directory}")
+
+    def _compile(self, state):
+        """The training step, compiled once for the only shape there is."""
+        config = self._config
+        step = make_train_step(
+            self._model,
+            make_optimizer_of(config),
+            make_schedule(config),
+            make_weights(config),
+            accumulate_steps=config.optimizer.accumulate_steps,
+        )
+        # From shapes alone: a restored array is bound to its device and a new one is not, which
+        # would make another program, with other rounding, of the same step.
+        state = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), state)
+        shape = (config.data.batch_size, config.data.sequence_length + 1)
+        batch = {"tokens": jax.ShapeDtypeStruct(shape, jnp.int32)}
+        self._progress.say("compiling the training step")
+        began = time.perf_counter()
+        # In a thread, since Python handles signals between instructions of its main thread only.
+        with concurrent.futures.ThreadPoolExecutor(1) as executor:
+            future = executor.submit(lambda: step.lower(state, batch).compile())
+            while not future.done():
+                concurrent.futures.wait([future], timeout=_STILL_COMPILING_SECONDS)
+                if not future.done():
+                    self._progress.say("still compiling")
+        self._progress.say(f"compiled in {time.perf_counter() - began:.1f} s")
+        return future.result()
+
+    def _write_metrics(self, step, metrics):
+        self._require_finite(step, metrics)
+        metrics = jax.device_get(metrics)
+        first, began = self._timer
+        num_tokens = (step - first) * self._config.data.batch_size
+        num_tokens *= self._config.data.sequence_length
+        tokens_per_second = num_tokens / (time.perf_counter() - began)
+        scalars = train_scalars(metrics) | {"tokens_per_second": tokens_per_second}
+        self._log.write_scalars(step, "train", scalars)
+        if metrics.routing is not None:
+            self._log.write_routing(step, metrics.routing.load, metrics.routing.dropped)
+        self._progress.update(step, float(metrics.loss), tokens_per_second)
+        self._timer = (step, time.perf_counter())
+
+    def _evaluate(self, step, state):
+        """Validates, and returns the cross-entropy in nats per token."""
+        config = self._config
+        with self._untimed():
+            result = evaluate_split(
+                self._model,
+                state.params,
+                self._data.validation,
+                sequence_length=config.data.sequence_length,
+                batch_size=config.data.batch_size,
+                token_bytes=self._token_bytes,
+                max_batches=config.evaluate_batches,
+            )
+        if not math.isfinite(result.nll):
+            raise TrainingError(self._stopped(step, "validation loss", result.cross_entropy))
+        scalars = result.scalars()
+        self._log.write_scalars(step, "validation", scalars)
+        self._progress.say(
+            f"step {step}: validation cross-entropy {scalars['cross_entropy']:.4f},"
+            f" {scalars['bits_per_byte']:.4f} bits per byte"
+        )
+        return scalars["cross_entropy"]
+
+    def _save(self, step, state, metrics, batches, cross_entropy=None):
+        self._require_finite(step, metrics)
+        with self._untimed():
+            self._log.flush()
+            try:
+                self._checkpoints.save(step, _trees(state), batches, cross_entropy=cross_entropy)
+            except FloatingPointError as error:
+                good = self._checkpoints.last_good(before=step)
+                raise TrainingError(f"{error}; {good}") from None
+
+    def _require_finite(self, step, metrics: Metrics):
+        """Waits for the step and checks its numbers."""
+        for name, value in (("loss", metrics.loss), ("gradient norm", metrics.gradient_norm)):
+            if not math.isfinite(value):
+                raise TrainingError(self._stopped(step, name, float(value)))
+
+    def _stopped(self, step, name, value):
+        good = self._checkpoints.last_good(before=step)
+        return f"step {step}: the {name} is {value}, training stopped; {good}"
+
+    @contextlib.contextmanager
+    def _untimed(self):
+        """Leaves what is done within out of the throughput."""
+        began = time.perf_counter()
+        yield
+        step, timer = self._timer
+        self._timer = (step, timer + time.perf_counter() - began)
+
+
+def _load_data(config):
+    """The Data and an iterator over training batches, at its start."""
+    from moe_jax.data.pipeline import load_split, train_batches
+    from moe_jax.data.tokenizers import load_tokenizer
+
+    data = config.data
+    vocab_size = None if data.tokenizer == "byte" else data.vocab_size
+    try:
+        tokenizer = load_tokenizer(data.tokenizer, data.dataset, vocab_size, data.cache_dir)
+        splits = [
+            load_split(data.dataset, split, tokenizer, data.cache_dir)
+            for split in ("train", "validation")
+        ]
+        batches = train_batches(
+            splits[0],
+            sequence_length=data.sequence_length,
+            batch_size=data.batch_size,
+            seed=config.seed,
+        )
+    except (ValueError, OSError) as error:
+        raise TrainingError(f"data: {' '.join(str(error).split())}") from error
+    return Data(tokenizer, *splits), batches
+
+
+def _restore(config, model, checkpoints, step, batches):
+    shapes = jax.eval_shape(lambda: make_initial_state(config, model))
+    trees = checkpoints.restore(step, _trees(shapes), batches)
+    return TrainState(params=trees["params"], **trees["training"])
+
+
+def _trees(state):
+    """The named trees of a checkpoint; the parameters by themselves, for evaluation."""
+    training = {"step": state.step, "opt_state": state.opt_state, "key": state.key}
+    return {"params": state.params, "training": training}

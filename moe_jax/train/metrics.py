@@ -1,0 +1,74 @@
+"""The numbers of a step, and the bounded set of scalars that is kept of them.
+
+Axis legend: L layers with experts, E experts.
+"""
+
+import math
+from typing import NamedTuple
+
+import jax
+import numpy as np
+
+from moe_jax.routing import RoutingStatistics
+
+
+class Metrics(NamedTuple):
+    """What one training step says of itself; device arrays.
+
+    Attributes:
+      loss: f32[], what was minimised: cross_entropy and the weighted auxiliary losses.
+      cross_entropy: f32[], nats per valid token, mean over the whole batch.
+      load_balance: f32[], unweighted, mean over layers. None for a dense model, as
+      z: f32[], unweighted, mean over layers, and
+      routing: of the whole batch, with a leading axis L in every field.
+      gradient_norm: f32[], global norm before clipping.
+      learning_rate: f32[], of this step's update.
+      num_tokens: i32[], valid target tokens of the batch.
+    """
+
+    loss: jax.Array
+    cross_entropy: jax.Array
+    load_balance: jax.Array | None
+    z: jax.Array | None
+    routing: RoutingStatistics | None
+    gradient_norm: jax.Array
+    learning_rate: jax.Array
+    num_tokens: jax.Array
+
+
+def train_scalars(metrics: Metrics) -> dict[str, float]:
+    """The scalars of a step by name; their number depends on neither L nor E."""
+    scalars = {
+        "loss": metrics.loss,
+        "cross_entropy": metrics.cross_entropy,
+        "perplexity": perplexity(metrics.cross_entropy),
+        "gradient_norm": metrics.gradient_norm,
+        "learning_rate": metrics.learning_rate,
+    }
+    if metrics.routing is not None:
+        scalars |= {"load_balance": metrics.load_balance, "z": metrics.z}
+        scalars |= routing_scalars(metrics.routing)
+    return {name: float(value) for name, value in scalars.items()}
+
+
+def routing_scalars(statistics: RoutingStatistics) -> dict[str, float]:
+    """Statistics [L] and [L, E] reduced over layers; the extreme is always the worst layer's."""
+    scalars = {
+        "load_cv_mean": np.mean(statistics.load_cv),
+        "load_cv_max": np.max(statistics.load_cv),
+        "dropped_fraction_mean": np.mean(statistics.dropped_fraction),
+        "dropped_fraction_max": np.max(statistics.dropped_fraction),
+        "load_entropy_mean": np.mean(statistics.load_entropy),
+        "load_entropy_min": np.min(statistics.load_entropy),
+        "max_share_mean": np.mean(statistics.max_share),
+        "max_share_max": np.max(statistics.max_share),
+        "dead_experts": np.sum(statistics.dead_experts),
+        "router_entropy_mean": np.mean(statistics.router_entropy),
+        "router_z_mean": np.mean(statistics.router_z),
+    }
+    return {name: float(value) for name, value in scalars.items()}
+
+
+def perplexity(cross_entropy: float) -> float:
+    """exp of nats per token; finite for every finite cross-entropy."""
+    return math.exp(min(float(cross_entropy), 700.0))

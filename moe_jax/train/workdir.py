@@ -1,0 +1,76 @@
+"""The directory of results: which run lives where, and that it stays the same run."""
+
+import os
+from pathlib import Path
+
+from ml_collections import ConfigDict
+
+from moe_jax.config import (
+    ConfigError,
+    config_from_json,
+    config_to_json,
+    differences,
+    resolve_runs,
+)
+
+
+def prepare_workdir(workdir: Path, config: ConfigDict) -> dict[Path, ConfigDict]:
+    """Makes the workdir and writes config.json, or checks that it holds runs of this config.
+
+    A run without variants lives in the workdir itself, each variant in a folder of its name with
+    its own config.json. Variants may be added to a workdir later.
+
+    Returns:
+      {run directory: config of the single run}, in the order to train them.
+
+    Raises:
+      ConfigError: the workdir cannot be used, or holds runs of another config; names the fields
+        that differ with both values.
+    """
+    runs = {workdir / name: run for name, run in resolve_runs(config).items()}
+    try:
+        workdir.mkdir(parents=True, exist_ok=True)
+        _check_same_runs(workdir, runs)
+        if config.get("variants"):
+            _write(workdir, config_to_json(config))
+        for directory, run in runs.items():
+            directory.mkdir(exist_ok=True)
+            _write(directory, config_to_json(run))
+    except OSError as error:
+        raise ConfigError(f"--workdir: got {str(workdir)!r}: {error.strerror}") from None
+    return runs
+
+
+def _check_same_runs(workdir, runs):
+    before = _read(workdir)
+    if before is None:
+        return
+    for name in before.get("variants") or [""]:
+        if workdir / name not in runs:
+            what = f"a variant {name!r}" if name else "a run without variants"
+            raise ConfigError(
+                f"--workdir: {workdir} has {what}, and this config has not; allowed: another"
+                " workdir, or variants beside those that it has"
+            )
+    for directory, run in runs.items():
+        before = _read(directory)
+        changed = differences(before, run) if before is not None else []
+        if changed:
+            raise ConfigError(
+                f"--workdir: {directory} was made with another config ({'; '.join(changed)});"
+                " allowed: another workdir, or the config that it was made with"
+            )
+
+
+def _read(directory):
+    path = directory / "config.json"
+    try:
+        return config_from_json(path.read_text()) if path.exists() else None
+    except ConfigError as error:
+        raise ConfigError(f"--workdir: {path}: {error}") from None
+
+
+def _write(directory, text):
+    temporary = directory / "config.json.tmp"
+    temporary.write_text(text)
+    os.replace(temporary, directory / "config.json")

@@ -1,0 +1,291 @@
+import errno
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import grain
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from moe_jax.checkpoints import (
+    CheckpointError,
+    Checkpoints,
+    best_step,
+    manager,
+    restore_params,
+    saved_steps,
+)
+
+
+def make_trees(seed=0, width=64):
+    """Trees like those of a run: parameters, moments, a count, a key."""
+    kernel = jax.random.normal(jax.random.key(seed), (width, width))
+    params = {"layer": {"kernel": kernel, "bias": jnp.arange(4.0)}}
+    optimizer = optax.adamw(1e-3)
+    _, opt_state = optimizer.update(params, optimizer.init(params), params)
+    key = jax.random.key_data(jax.random.key(seed))
+    return {
+        "params": params,
+        "training": {"step": jnp.asarray(seed, jnp.int32), "opt_state": opt_state, "key": key},
+    }
+
+
+def make_batches():
+    source = grain.MapDataset.source(list(range(50))).seed(1).shuffle().repeat().batch(4)
+    return iter(source.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=4)))
+
+
+def open_checkpoints(directory, keep_last=3, keep_best=0):
+    return Checkpoints(directory, keep_last=keep_last, keep_best=keep_best)
+
+
+def assert_same_bits(a, b):
+    assert jax.tree.structure(a) == jax.tree.structure(b)
+    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+        assert x.dtype == y.dtype
+        np.testing.assert_array_equal(np.asarray(x), np.asarray(y))
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """A directory with checkpoints 1 and 2, to be copied, and the batch that follows 2."""
+    directory = tmp_path_factory.mktemp("saved")
+    batches = make_batches()
+    with open_checkpoints(directory) as checkpoints:
+        for step in (1, 2):
+            next(batches)
+            checkpoints.save(step, make_trees(step), batches, cross_entropy=3.0 - step)
+    return directory, next(batches)
+
+
+def test_everything_comes_back_bit_for_bit(saved):
+    directory, following = saved
+    batches = make_batches()
+    like = jax.eval_shape(lambda: make_trees(0))
+    with open_checkpoints(directory) as checkpoints:
+        restored = checkpoints.restore(2, like, batches)
+    assert_same_bits(restored, make_trees(2))
+    np.testing.assert_array_equal(next(batches), following)
+
+
+def test_parameters_alone_come_back(saved):
+    directory, _ = saved
+    like = jax.eval_shape(lambda: make_trees(0)["params"])
+    assert_same_bits(restore_params(directory, 1, like), make_trees(1)["params"])
+    assert best_step(directory) == 2  # cross-entropies 2 and 1
+
+
+def test_donated_arrays_may_change_while_files_are_written(tmp_path):
+    add_one = jax.jit(lambda trees: jax.tree.map(lambda x: x + 1, trees), donate_argnums=0)
+    trees = {"params": {"kernel": jnp.zeros((600, 600))}}
+    batches = make_batches()
+    with open_checkpoints(tmp_path) as checkpoints:
+        for step in (1, 2, 3):
+            trees = add_one(trees)
+            checkpoints.save(step, trees, batches)
+            for _ in range(20):
+                trees = add_one(trees)
+    for step, value in ((1, 1.0), (2, 22.0), (3, 43.0)):
+        kernel = restore_params(tmp_path, step, trees["params"])["kernel"]
+        np.testing.assert_array_equal(kernel, np.full((600, 600), value))
+
+
+def test_the_latest_and_the_best_are_kept(tmp_path):
+    batches = make_batches()
+    cross_entropies = {1: 2.0, 2: 1.0, 3: 3.0, 4: None, 5: 2.5, 6: None}
+    for steps in ((1, 2, 3), (4, 5, 6)):  # in two processes' worth: the best is found again
+        with open_checkpoints(tmp_path, keep_last=2, keep_best=1) as checkpoints:
+            for step in steps:
+                trees = make_trees(step, width=4)
+                checkpoints.save(step, trees, batches, cross_entropy=cross_entropies[step])
+    assert saved_steps(tmp_path) == [2, 5, 6]
+    assert best_step(tmp_path) == 2
+
+
+def test_without_best_only_the_latest_are_kept(tmp_path):
+    batches = make_batches()
+    with open_checkpoints(tmp_path, keep_last=1) as checkpoints:
+        for step in (1, 2, 3):
+            checkpoints.save(step, make_trees(width=4), batches, cross_entropy=float(step))
+    assert saved_steps(tmp_path) == [3]
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("where", ["params", "training"])
+def test_a_state_that_is_not_finite_is_not_saved(tmp_path, value, where):
+    trees = make_trees(1, width=4)
+    if where == "params":
+        trees["params"]["layer"]["bias"] = trees["params"]["layer"]["bias"].at[2].set(value)
+    else:
+        trees["training"]["opt_state"] = jax.tree.map(
+            lambda x: x * value if x.dtype == jnp.float32 else x, trees["training"]["opt_state"]
+        )
+    batches = make_batches()
+    with open_checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(1, make_trees(1, width=4), batches)
+        with pytest.raises(FloatingPointError, match="step 2"):
+            checkpoints.save(2, trees, batches)
+    assert saved_steps(tmp_path) == [1]
+
+
+def damage_half(path):
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def damage_empty(path):
+    path.write_bytes(b"")
+
+
+def damage_bit(path):
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 0x10
+    path.write_bytes(bytes(content))
+
+
+# What orbax itself does not read again.
+UNCHECKED = ("_CHECKPOINT_METADATA", "commit_success.txt")
+
+
+@pytest.mark.parametrize("damage", [damage_half, damage_empty, damage_bit, os.remove])
+def test_any_damaged_file_is_found_and_the_good_checkpoint_named(saved, tmp_path, damage):
+    original = saved[0]
+    like = jax.eval_shape(lambda: make_trees(0)["params"])
+    names = [p.relative_to(original) for p in (original / "2").rglob("*") if p.is_file()]
+    names = [name for name in names if name.name not in UNCHECKED]
+    assert len(names) > 10
+    for name in names:
+        shutil.rmtree(tmp_path)
+        shutil.copytree(original, tmp_path)
+        if (tmp_path / name).stat().st_size == 0:
+            continue
+        damage(tmp_path / name)
+        with pytest.raises(CheckpointError) as caught:
+            restore_params(tmp_path, 2, like)
+        message = str(caught.value)
+        assert f"checkpoint {tmp_path / '2'} is damaged: " in message, name
+        assert f"the last good checkpoint is {tmp_path / '1'};" in message, name
+        assert "\n" not in message
+    assert_same_bits(restore_params(tmp_path, 1, like), make_trees(1)["params"])
+
+
+def test_a_run_does_not_start_on_a_damaged_checkpoint(saved, tmp_path):
+    shutil.copytree(saved[0], tmp_path, dirs_exist_ok=True)
+    damage_empty(tmp_path / "2" / "metrics" / "metrics")
+    with pytest.raises(CheckpointError, match="2 is damaged: metrics/metrics has 0 of"):
+        open_checkpoints(tmp_path)
+    shutil.copytree(saved[0], tmp_path, dirs_exist_ok=True)
+    [position] = (tmp_path / "2" / "batches").glob("process*.json")
+    damage_half(position)
+    batches = make_batches()
+    with open_checkpoints(tmp_path) as checkpoints:
+        with pytest.raises(CheckpointError, match="2 is damaged: batches/process_0"):
+            checkpoints.restore(2, jax.eval_shape(lambda: make_trees(0)), batches)
+        restored = checkpoints.restore(1, jax.eval_shape(lambda: make_trees(0)), batches)
+    assert_same_bits(restored, make_trees(1))
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (
+            lambda p: p["layer"].update(kernel=jnp.zeros((32, 32))),
+            r"kernel is float32\[64, 64\], th",
+        ),
+        (lambda p: p["layer"].update(bias=jnp.zeros(4, jnp.int32)), r"bias is .* int32\[4\]"),
+        (lambda p: p.update(more=jnp.zeros(2)), r"params.more is missing"),
+        (lambda p: p["layer"].pop("bias"), r"params.layer.bias is .* no such array"),
+    ],
+)
+def test_a_checkpoint_of_another_model_is_refused(saved, change, message):
+    like = make_trees(0)
+    change(like["params"])
+    with pytest.raises(CheckpointError, match=f"2 does not fit this model: .*{message}"):
+        restore_params(saved[0], 2, like["params"])
+    with open_checkpoints(saved[0]) as checkpoints:
+        with pytest.raises(CheckpointError, match=f"2 does not fit this model: .*{message}"):
+            checkpoints.restore(2, like, make_batches())
+
+
+def test_a_full_disk_leaves_the_checkpoint_before(saved, tmp_path, monkeypatch):
+    shutil.copytree(saved[0], tmp_path, dirs_exist_ok=True)
+    batches = make_batches()
+
+    def fail(directory):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    checkpoints = open_checkpoints(tmp_path, keep_last=1)
+    with monkeypatch.context() as patch:
+        patch.setattr(manager, "write_manifest", fail)  # the last thing that writes
+        checkpoints.save(3, make_trees(3), batches)
+        with pytest.raises(CheckpointError) as caught:
+            checkpoints.wait()
+    assert "3 could not be written: no space left on the device" in str(caught.value)
+    assert f"the last good checkpoint is {tmp_path / '2'}" in str(caught.value)
+    checkpoints.close()
+    assert saved_steps(tmp_path) == [1, 2]
+    # The next run clears away what was half-written.
+    with open_checkpoints(tmp_path, keep_last=1) as checkpoints:
+        checkpoints.save(3, make_trees(3), batches)
+    assert os.listdir(tmp_path) == ["3"]
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A file system of half a megabyte; skips where none can be mounted."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=512k", "tmpfs", str(disk)]
+    if shutil.which("mount") is None or subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("needs the right to mount a tmpfs")
+    yield disk
+    subprocess.run(["umount", "-l", str(disk)], check=True)
+
+
+# Orbax closes its event loop on the answers of the other writes.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_really_full_disk_leaves_the_checkpoint_before(small_disk):
+    batches = make_batches()
+    with open_checkpoints(small_disk, keep_last=1) as checkpoints:
+        checkpoints.save(1, make_trees(1), batches)
+    with pytest.raises(CheckpointError, match="2 could not be written: no space left") as caught:
+        with open_checkpoints(small_disk, keep_last=1) as checkpoints:
+            checkpoints.save(2, make_trees(2, width=400), batches)
+            checkpoints.wait()
+    assert f"the last good checkpoint is {small_disk / '1'}" in str(caught.value)
+    like = jax.eval_shape(lambda: make_trees(0)["params"])
+    assert_same_bits(restore_params(small_disk, 1, like), make_trees(1)["params"])
+
+
+KILLED = """
+import os, signal, sys
+sys.path.insert(0, sys.argv[2])
+from moe_jax.checkpoints import manager
+from test_manager import make_batches, make_trees, open_checkpoints
+
+def die(directory):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+with open_checkpoints(sys.argv[1]) as checkpoints:
+    checkpoints.save(1, make_trees(1), make_batches())
+    checkpoints.wait()
+    manager.write_manifest = die
+    checkpoints.save(2, make_trees(2), make_batches())
+"""
+
+
+def test_what_a_killed_process_left_half_written_is_no_checkpoint(tmp_path):
+    here = str(Path(__file__).parent)
+    process = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path), here])
+    assert process.returncode == -9
+    assert len(os.listdir(tmp_path)) == 2 and saved_steps(tmp_path) == [1]
+    batches = make_batches()
+    with open_checkpoints(tmp_path) as checkpoints:
+        restored = checkpoints.restore(1, jax.eval_shape(lambda: make_trees(0)), batches)
+        checkpoints.save(2, make_trees(2), batches)
+    assert_same_bits(restored, make_trees(1))
+    assert sorted(os.listdir(tmp_path)) == ["1", "2"]

@@ -1,0 +1,226 @@
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from moe_jax.config import config_from_json, config_to_json
+from moe_jax.routing import load_balance_loss, z_loss
+from moe_jax.train.build import make_initial_state, make_model
+from moe_jax.train.state import initial_state
+from moe_jax.train.step import AuxiliaryWeights, make_train_step
+
+VOCAB = 11
+NONE = AuxiliaryWeights(load_balance=0.0, z=0.0)
+
+
+def random_batch(seed=0, batch=4, length=8, holes=False):
+    rng = np.random.default_rng(seed)
+    out = {"tokens": rng.integers(0, VOCAB, (batch, length + 1)).astype(np.int32)}
+    if holes:  # rows of very different numbers of valid tokens, one row without any
+        lengths = rng.permutation([0, 1, length // 2, length])[:batch]
+        out["valid"] = np.arange(length) < lengths[:, None]
+    return out
+
+
+@functools.cache
+def make_model_once(text):
+    return make_model(config_from_json(text), VOCAB)
+
+
+@functools.cache
+def model_and_params(text):
+    """The model of a config given as JSON, and its initial parameters on the host."""
+    config = config_from_json(text)
+    model = make_model_once(text)
+    params = jax.jit(lambda: make_initial_state(config, model).params)()
+    return model, jax.tree.map(np.asarray, params)
+
+
+@functools.cache
+def gradient_step(model, weights, accumulate_steps=1):
+    """A step of gradient descent with rate 1: the update is minus the gradient."""
+    return make_train_step(
+        model, optax.sgd(1.0), lambda count: 0.5 * count, weights, accumulate_steps=accumulate_steps
+    )
+
+
+def plain_state(params):
+    """A state that the step may donate."""
+    return initial_state(jax.tree.map(jnp.array, params), optax.sgd(1.0), jax.random.key(5))
+
+
+def gradient(config, batch, weights, accumulate_steps=1, like=None):
+    """The gradient and the Metrics of one step; the parameters are those of the config ``like``."""
+    _, params = model_and_params(config_to_json(like or config))
+    model = make_model_once(config_to_json(config))
+    step = gradient_step(model, weights, accumulate_steps)
+    after, metrics = step(plain_state(params), batch)
+    return jax.tree.map(lambda a, b: a - np.asarray(b), params, after.params), metrics
+
+
+def router_kernels(tree):
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return [leaf for path, leaf in leaves if "router" in jax.tree_util.keystr(path)]
+
+
+def assert_trees_close(a, b, atol):
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=atol, rtol=0), a, b)
+
+
+@pytest.mark.parametrize("holes", [False, True])
+def test_loss_is_the_mean_over_tokens_plus_the_mean_over_layers(tiny, holes):
+    config = tiny()
+    weights = AuxiliaryWeights(load_balance=0.3, z=0.2)
+    batch = random_batch(holes=holes)
+    _, metrics = gradient(config, batch, weights)
+
+    # The same, one token and one layer at a time.
+    model, params = model_and_params(config_to_json(config))
+    valid = batch.get("valid")
+    logits, info = jax.jit(model.apply)({"params": params}, batch["tokens"][:, :-1], valid=valid)
+    nll = []
+    for row in range(4):
+        for t in range(8):
+            if valid is None or valid[row, t]:
+                probs = (
+                    np.exp(np.float64(logits[row, t])) / np.exp(np.float64(logits[row, t])).sum()
+                )
+                nll.append(-np.log(probs[batch["tokens"][row, t + 1]]))
+    flat = None if valid is None else valid.reshape(-1)
+    layers = [jax.tree.map(lambda x: x[layer], info) for layer in range(2)]  # noqa: B023
+    balance = np.mean([load_balance_loss(layer.routing, valid=flat) for layer in layers])
+    z = np.mean([z_loss(layer.routing.logits, valid=flat) for layer in layers])
+
+    np.testing.assert_allclose(metrics.cross_entropy, np.mean(nll), rtol=1e-5)
+    np.testing.assert_allclose(metrics.load_balance, balance, rtol=1e-5)
+    np.testing.assert_allclose(metrics.z, z, rtol=1e-5)
+    np.testing.assert_allclose(metrics.loss, np.mean(nll) + 0.3 * balance + 0.2 * z, rtol=1e-5)
+    assert metrics.num_tokens == len(nll)
+    assert metrics.routing.load.sum() == 2 * 2 * len(nll)  # layers * k * tokens
+
+
+@pytest.mark.parametrize("holes", [False, True])
+def test_accumulation_is_the_full_batch(tiny, holes):
+    batch = random_batch(holes=holes)
+    whole, metrics = gradient(tiny(), batch, NONE)
+    split, other = gradient(tiny(), batch, NONE, accumulate_steps=4)
+    assert_trees_close(whole, split, atol=1e-6)
+    np.testing.assert_allclose(metrics.cross_entropy, other.cross_entropy, rtol=1e-6)
+    np.testing.assert_allclose(metrics.gradient_norm, other.gradient_norm, rtol=1e-5)
+    np.testing.assert_array_equal(metrics.routing.load, other.routing.load)
+    for a, b in zip(metrics.routing, other.routing, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
+def test_accumulation_of_a_dense_model(tiny):
+    config = tiny(**{"moe.num_experts": 0})
+    batch = random_batch(holes=True)
+    whole, metrics = gradient(config, batch, NONE)
+    split, other = gradient(config, batch, NONE, accumulate_steps=2)
+    assert_trees_close(whole, split, atol=1e-6)
+    assert metrics.routing is None and other.load_balance is None
+
+
+def test_accumulated_auxiliary_losses_count_by_tokens(tiny):
+    config = tiny()
+    batch = random_batch(holes=True)
+    _, together = gradient(config, batch, NONE, accumulate_steps=4)
+    # Each row as a batch of its own, filled up with rows that do not count.
+    rows = [{**batch, "valid": batch["valid"] & (np.arange(4) == i)[:, None]} for i in range(4)]
+    alone = [gradient(config, row, NONE)[1] for row in rows]
+    tokens = np.array([row["valid"].sum() for row in rows])
+    for name in ("load_balance", "z"):
+        values = np.array([float(getattr(metrics, name)) for metrics in alone])
+        expected = np.sum(values * tokens) / tokens.sum()
+        np.testing.assert_allclose(getattr(together, name), expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["load_balance", "z"])
+def test_auxiliary_gradient_reaches_the_router(tiny, name):
+    batch = random_batch()
+    without, _ = gradient(tiny(), batch, NONE)
+    with_loss, _ = gradient(tiny(), batch, NONE._replace(**{name: 1.0}))
+    kernels = list(zip(router_kernels(without), router_kernels(with_loss), strict=True))
+    assert len(kernels) == 2
+    for a, b in kernels:
+        assert np.abs(a - b).max() > 1e-4
+    # What comes after the last router has no part in its losses.
+    a, b = (tree["final_norm"]["scale"] for tree in (without, with_loss))
+    np.testing.assert_allclose(a, b, atol=1e-7)
+
+
+def test_padding_changes_nothing(tiny):
+    batch = random_batch(holes=True)
+    other = {"tokens": batch["tokens"].copy(), "valid": batch["valid"]}
+    past_the_end = np.concatenate([np.zeros((4, 1), bool), ~batch["valid"]], axis=1)
+    first_inputs = np.concatenate([batch["valid"], np.zeros((4, 1), bool)], axis=1)
+    other["tokens"][past_the_end & ~first_inputs] = 3
+    assert (other["tokens"] != batch["tokens"]).any()
+    weights = AuxiliaryWeights(load_balance=0.3, z=0.2)
+    a, first = gradient(tiny(), batch, weights)
+    b, second = gradient(tiny(), other, weights)
+    assert_trees_close(a, b, atol=1e-7)
+    assert first.loss == second.loss
+
+
+def test_remat_and_repetition_count_losses_once(tiny):
+    weights = AuxiliaryWeights(load_balance=0.3, z=0.2)
+    batch = random_batch()
+    plain, first = gradient(tiny(), batch, weights)
+    remat, second = gradient(tiny(**{"model.remat": True}), batch, weights, like=tiny())
+    assert_trees_close(plain, remat, atol=1e-6)
+    np.testing.assert_allclose(first.loss, second.loss, rtol=1e-6)
+
+    losses = {float(gradient(tiny(), batch, weights)[1].loss) for _ in range(20)}
+    assert losses == {float(first.loss)}
+
+
+def test_one_program_and_a_donated_state(tiny):
+    model, params = model_and_params(config_to_json(tiny()))
+    step = make_train_step(model, optax.sgd(1.0), lambda count: 0.5 * count, NONE)
+    state = plain_state(params)
+    given = jax.tree.leaves(state.params)[0]
+    for seed in range(3):
+        state, metrics = step(state, random_batch(seed))
+        assert state.step == seed + 1
+        assert metrics.learning_rate == 0.5 * seed
+    assert step._cache_size() == 1
+    assert given.is_deleted()
+
+
+def test_dropout_follows_from_seed_and_step_alone(tiny):
+    config = tiny(**{"model.dropout": 0.5, "moe.num_experts": 0})
+    model, params = model_and_params(config_to_json(config))
+    step = gradient_step(model, NONE)
+    batch = random_batch()
+
+    def loss(count, seed=5):
+        state = plain_state(params)
+        state = state._replace(
+            step=jnp.asarray(count, jnp.int32), key=jax.random.key_data(jax.random.key(seed))
+        )
+        return float(step(state, batch)[1].loss)
+
+    assert loss(3) == loss(3)
+    assert len({loss(3), loss(4), loss(3, seed=6)}) == 3
+
+
+def test_a_loss_without_weight_may_overflow(tiny):
+    config = tiny()
+    model, params = model_and_params(config_to_json(config))
+    params = jax.tree_util.tree_map_with_path(
+        lambda path, x: x * 1e25 if "router" in jax.tree_util.keystr(path) else x, params
+    )
+    _, metrics = gradient_step(model, NONE)(plain_state(params), random_batch())
+    assert np.isinf(metrics.z) and np.isfinite(metrics.loss)
+    assert np.isfinite(metrics.gradient_norm)
+
+
+def test_losses_of_a_batch_without_valid_tokens_are_zero(tiny):
+    batch = random_batch()
+    batch["valid"] = np.zeros((4, 8), bool)
+    update, metrics = gradient(tiny(), batch, AuxiliaryWeights(0.3, 0.2))
+    assert metrics.loss == 0 and all(not np.any(leaf) for leaf in jax.tree.leaves(update))
