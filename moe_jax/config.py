@@ -65,10 +65,9 @@ class Field(NamedTuple):
     optional: bool = False
 
 
-def _whole(default, minimum, help, maximum=None):
-    allowed = f"whole numbers >= {minimum}" if maximum is None else f"{minimum}..{maximum}"
-    accepts = lambda v: v >= minimum and (maximum is None or v <= maximum)  # noqa: E731
-    return Field(default, int, help, allowed, accepts)
+def _whole(default, minimum, help, maximum=math.inf):
+    allowed = f"whole numbers >= {minimum}" if maximum == math.inf else f"{minimum}..{maximum}"
+    return Field(default, int, help, allowed, lambda v: minimum <= v <= maximum)
 
 
 def _positive(default, help, optional=False):

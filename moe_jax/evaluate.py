@@ -2,11 +2,12 @@
 
 import argparse
 import json
+import math
 import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -22,6 +23,7 @@ from moe_jax.models.accounting import (
 )
 from moe_jax.train.build import make_initial_state, make_model
 from moe_jax.train.evaluation import Evaluation, bytes_per_token, evaluate_batches
+from moe_jax.train.log import read_metrics
 
 DESCRIPTION = """\
 Evaluates the checkpoints of a workdir on held-out documents, without noise and dropout and with
@@ -148,15 +150,13 @@ def _evaluate_run(run, split, batch_size):
     shapes = jax.eval_shape(lambda: make_initial_state(run.config, model)).params
     params = restore_params(run.directory / "checkpoints", run.step, shapes)
     sequence_length = run.config.data.sequence_length
-    batches = evaluation_batches(
-        text,
-        sequence_length=sequence_length,
-        batch_size=batch_size or run.config.data.batch_size,
-    )
+    batch_size = batch_size or run.config.data.batch_size
+    batches = evaluation_batches(text, sequence_length=sequence_length, batch_size=batch_size)
+    num_batches = math.ceil((len(text.tokens) - 1) / (sequence_length * batch_size))
     evaluation = evaluate_batches(
         model,
         params,
-        _with_progress(batches, f"{run.name}: evaluating step {run.step}"),
+        _with_progress(batches, num_batches, f"{run.name}: evaluating step {run.step}"),
         token_bytes=bytes_per_token(tokenizer),
     )
     result = Result(
@@ -221,7 +221,7 @@ def _draw(workdir, results, split):
     from moe_jax.analysis import plots
 
     directory = workdir / "pictures"
-    histories = {result.run.name: _history(result.run.directory) for result in results}
+    histories = {result.run.name: read_metrics(result.run.directory) for result in results}
     baselines = _baselines([result.run for result in results], "validation")
     # Nats per token can be compared within one tokenizer only.
     comparable = {row["tokenizer"] for row in baselines}
@@ -323,29 +323,17 @@ def _load_data(config, split):
     return tokenizer, load_split(data.dataset, split, tokenizer, data.cache_dir)
 
 
-def _with_progress(batches, description):
+def _with_progress(batches, num_batches, description):
     import tqdm
 
-    interval_seconds = 0.5 if sys.stderr.isatty() else 10.0
-    return tqdm.tqdm(batches, desc=description, unit="batch", mininterval=interval_seconds)
-
-
-def _history(directory):
-    """The rows of a run's metrics.jsonl; a last line that a killed run cut off is left out."""
-    path = directory / "metrics.jsonl"
-    rows: list[dict[str, Any]] = []
-    if not path.is_file():
-        return rows
-    for line in path.read_text().splitlines():
-        try:
-            rows.append(json.loads(line))
-        except ValueError:
-            break
-    return rows
+    seconds = 0.5 if sys.stderr.isatty() else 30.0
+    return tqdm.tqdm(batches, description, num_batches, unit="batch", mininterval=seconds)
 
 
 def _train_tokens_per_second(directory):
-    speeds = [row["tokens_per_second"] for row in _history(directory) if row["split"] == "train"]
+    speeds = [
+        row["tokens_per_second"] for row in read_metrics(directory) if row["split"] == "train"
+    ]
     return float(np.median(speeds)) if speeds else None
 
 

@@ -14,7 +14,6 @@ from jax.typing import DTypeLike
 from moe_jax.layers.attention import CausalSelfAttention
 from moe_jax.layers.moe import RoutingInfo
 
-_embedding_init = nn.initializers.normal(0.02)
 _float32_dot = functools.partial(jax.lax.dot_general, preferred_element_type=jnp.float32)
 
 
@@ -153,13 +152,8 @@ class LanguageModel(nn.Module):
             range, heads that do not fit the width.
         """
         self._check(tokens, valid)
-        embed = nn.Embed(
-            self.vocab_size,
-            self.width,
-            dtype=self.dtype,
-            embedding_init=_embedding_init,
-            name="tokens",
-        )
+        # Its initial variance 1/d gives the tied head logits of variance 1, as an untied one has.
+        embed = nn.Embed(self.vocab_size, self.width, dtype=self.dtype, name="tokens")
         x = nn.Dropout(self.dropout)(embed(tokens), deterministic=deterministic)
         x, info = self._apply_blocks(x, valid, deterministic)
         x = nn.RMSNorm(dtype=self.dtype, name="final_norm")(x)
@@ -170,7 +164,6 @@ class LanguageModel(nn.Module):
             self.vocab_size,
             use_bias=False,
             dtype=self.dtype,
-            kernel_init=_embedding_init,
             dot_general=_float32_dot,
             name="head",
         )

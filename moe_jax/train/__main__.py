@@ -31,6 +31,7 @@ assignments by step, layer and expert), tensorboard/ and checkpoints/."""
 
 def main(arguments: Sequence[str]) -> int:
     """Runs the command and returns its exit code."""
+    workdir = None
     try:
         config, workdir = parse_command_line(arguments, usage=USAGE)
         runs = prepare_workdir(workdir, config)

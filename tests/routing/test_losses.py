@@ -62,8 +62,8 @@ def test_gradient_flows_through_the_probabilities_only():
 
 
 def test_two_shards_give_the_global_loss_and_gradient():
-    # p = (.9,.1) on one half, (.1,.9) on the other: f = (1/2,1/2), P = (1/2,1/2): 1. Each half alone
-    # has 2 * .9 = 1.8, which is what a mean of local losses would give.
+    # p = (.9,.1) on one half, (.1,.9) on the other: f = P = (1/2,1/2): 1. Each half alone has
+    # 2 * .9 = 1.8, which is what a mean of local losses would give.
     logits = jnp.log(jnp.repeat(jnp.array([[0.9, 0.1], [0.1, 0.9]]), 4, axis=0))
 
     def loss(z):

@@ -29,7 +29,7 @@ def get_config(kind="moe"):
     config.moe.capacity_factor = 1.0
     config.optimizer.warmup_steps = 2
     if kind == "variants":
-        config.variants = {{"first": {{}}, "second": {{"model": {{"glu": True}}}}}}
+        config.variants = {{"first": {{}}, "second": {{"seed": 1}}}}
     return config
 """
 
@@ -65,6 +65,16 @@ def config_file(session_dir):
     path = session_dir / "tiny.py"
     path.write_text(CONFIG_FILE.format(cache_dir=str(session_dir / "cache")))
     return path
+
+
+@pytest.fixture(scope="session")
+def command(config_file):
+    """(workdir, *overrides, kind=...) -> the arguments of the command for the tiny run."""
+
+    def make(workdir, *overrides, kind="moe"):
+        return ["--config", f"{config_file}:{kind}", "--workdir", str(workdir), *overrides]
+
+    return make
 
 
 @pytest.fixture
