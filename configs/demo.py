@@ -34,8 +34,8 @@ def get_config() -> ConfigDict:
     config.moe.num_experts = 16
     config.moe.k = 2
     config.moe.expert_width = 256
-    # What a token costs in an MoE layer: k experts of 4 d f operations, and a router of 2 d E, which
-    # is as much as E/2 more hidden units. A dense layer this wide costs exactly the same.
+    # What a token costs in an MoE layer: k experts of 4 d f operations, and a router of 2 d E, as
+    # much as E/2 more hidden units. A dense layer this wide costs exactly the same.
     config.model.mlp_width = 2 * 256 + 16 // 2
     config.router = "softmax_top_k"
 

@@ -1,5 +1,7 @@
 """The language model: composition, causality, padding, and what it refuses."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -142,18 +144,31 @@ def test_every_parameter_gets_a_gradient(random_params):
         assert np.any(leaf != 0), jax.tree_util.keystr(path)
 
 
-@pytest.mark.parametrize("tie_embeddings", [True, False])
-def test_bfloat16_compute_gives_float32_logits(random_params, tie_embeddings):
+@pytest.mark.parametrize("tie_embeddings, scan_layers", [(True, False), (False, True)])
+def test_bfloat16_compute_gives_float32_logits_and_gradients(
+    random_params, tie_embeddings, scan_layers
+):
     def bfloat16_moe():
         return MoE(E, 6, make_router("softmax_top_k", k=K), K, dtype=jnp.bfloat16)
 
-    lm = model(moe=bfloat16_moe, tie_embeddings=tie_embeddings, dtype=jnp.bfloat16)
+    fields = dict(moe=bfloat16_moe, tie_embeddings=tie_embeddings, scan_layers=scan_layers)
+    lm = model(**fields, dtype=jnp.bfloat16)
     params = random_params(lm, TOKENS)
     assert {leaf.dtype for leaf in jax.tree.leaves(params)} == {jnp.dtype("float32")}
-    logits, info = apply(lm, params, TOKENS)
+
+    @jax.jit
+    @functools.partial(jax.grad, has_aux=True)
+    def gradients_and_outputs(params):
+        logits, info = lm.apply(params, TOKENS)
+        return jnp.mean(logits**2), (logits, info)
+
+    gradients, (logits, info) = gradients_and_outputs(params)
     assert logits.dtype == info.routing.logits.dtype == jnp.float32
     # Accumulated and kept in float32, not rounded to bfloat16's 8 bits on the way.
     assert np.any(logits != logits.astype(jnp.bfloat16).astype(jnp.float32))
+    for path, leaf in jax.tree_util.tree_leaves_with_path(gradients):
+        assert leaf.dtype == jnp.float32, jax.tree_util.keystr(path)
+        assert np.isfinite(leaf).all() and np.any(leaf != 0), jax.tree_util.keystr(path)
 
 
 def test_dropout_is_random_in_training_and_off_in_evaluation(random_params):
