@@ -45,12 +45,19 @@ def grouped_matmul(lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array) -> ja
 
 @jax.custom_vjp
 def _grouped_matmul(lhs, rhs, group_sizes):
+    return _multiply(lhs, rhs, group_sizes, contracted=1)
+
+
+def _multiply(lhs, rhs, group_sizes, *, contracted):
+    """Rows of lhs times the matrix of their group, or its transpose if axis 2 is contracted."""
+
     def multiply(group, rows, inside, out):
-        product = _dot(_rows(lhs, rows), rhs[group], ((1,), (0,)), lhs.dtype)
+        # contracted is an axis of rhs [E, d, f]; a copy of all matrices transposed would cost E.
+        product = _dot(_rows(lhs, rows), rhs[group], ((1,), (contracted - 1,)), lhs.dtype)
         product = jnp.where(inside[:, None], product, _rows(out, rows))
         return jax.lax.dynamic_update_slice_in_dim(out, product, rows[0], axis=0)
 
-    out = jnp.zeros((lhs.shape[0], rhs.shape[2]), lhs.dtype)
+    out = jnp.zeros((lhs.shape[0], rhs.shape[3 - contracted]), lhs.dtype)
     return _for_each_tile(group_sizes, lhs.shape[0], multiply, multiply, out)
 
 
@@ -148,7 +155,7 @@ def _grouped_matmul_fwd(lhs, rhs, group_sizes):
 
 def _grouped_matmul_bwd(residuals, cotangent):
     lhs, rhs, group_sizes = residuals
-    d_lhs = _grouped_matmul(cotangent, jnp.swapaxes(rhs, 1, 2), group_sizes)
+    d_lhs = _multiply(cotangent, rhs, group_sizes, contracted=2)
     d_rhs = _grouped_outer(lhs, cotangent, group_sizes, rhs.dtype)
     return d_lhs.astype(lhs.dtype), d_rhs, None
 

@@ -1,6 +1,3 @@
-import os
-
-import jax
 import pytest
 
 from moe_jax.config import base_config, resolve_runs
@@ -40,23 +37,8 @@ def session_dir(tmp_path_factory):
 
 
 @pytest.fixture(scope="module", autouse=True)
-def compile_once(session_dir):
-    """Compiles quickly, and keeps programs for later runs in this process and in others."""
-    options = {
-        "jax_disable_most_optimizations": True,
-        "jax_compilation_cache_dir": str(session_dir / "programs"),
-        "jax_persistent_cache_min_compile_time_secs": 0.0,
-        "jax_persistent_cache_min_entry_size_bytes": -1,
-    }
-    before = {name: jax.config.values[name] for name in options}
-    environment = {name.upper(): str(value) for name, value in options.items()}
-    for name, value in options.items():
-        jax.config.update(name, value)
-    os.environ.update(environment)
-    yield
-    for name, value in before.items():
-        jax.config.update(name, value)
-        del os.environ[name.upper()]
+def compile_once(quick_compilation):
+    """For every test of this folder."""
 
 
 @pytest.fixture(scope="session")
