@@ -13,8 +13,12 @@ from ml_collections import ConfigDict
 from moe_jax.config import base_config
 
 
-def get_config() -> ConfigDict:
-    """Two runs, "moe" and "dense", which share everything but the feed-forward layers."""
+def get_config(arg: str = "") -> ConfigDict:
+    """Two runs, "moe" and "dense", which share everything but the feed-forward layers.
+
+    Args:
+      arg: the name of one of them, to train it alone (--config configs/demo.py:moe).
+    """
     config = base_config()
     config.steps = 1000
     config.evaluate_every_steps = 200
@@ -43,5 +47,8 @@ def get_config() -> ConfigDict:
     config.optimizer.learning_rate = 4e-3
     config.optimizer.warmup_steps = 50
 
-    config.variants = {"moe": {}, "dense": {"moe": {"num_experts": 0}}}
+    variants = {"moe": {}, "dense": {"moe": {"num_experts": 0}}}
+    if arg not in ("", *variants):
+        raise ValueError(f"argument: got {arg!r}; allowed: {', '.join(variants)}, or none")
+    config.variants = {arg: variants[arg]} if arg else variants
     return config

@@ -98,7 +98,8 @@ def _one_of(default, names, help):
 def _router_field(router, argument, default):
     kind = type(default)
     help = f"argument of the router {router}"
-    return Field(default, kind, help, f"any {kind.__name__}", lambda v: True)
+    allowed = "true, false" if kind is bool else f"any {kind.__name__}"
+    return Field(default, kind, help, allowed, lambda v: True)
 
 
 FIELDS: dict[str, Field] = {
@@ -219,7 +220,7 @@ def resolve_runs(config: ConfigDict) -> dict[str, ConfigDict]:
         return {"": _single_run(base)}
     runs = {}
     for name, overrides in variants.items():
-        if not _VARIANT_NAME.fullmatch(name) or name in _RESERVED_NAMES:
+        if not _VARIANT_NAME.fullmatch(str(name)) or name in _RESERVED_NAMES:
             raise ConfigError(
                 f"config.variants: got the name {name!r}; allowed: letters, digits, '_', '-', '.',"
                 f" and not {', '.join(_RESERVED_NAMES)}"
@@ -304,7 +305,7 @@ def parse_command_line(arguments: Sequence[str], *, usage: str) -> tuple[ConfigD
     if positional:
         raise ConfigError(
             f"command line: got {positional[0]!r}; allowed: --config FILE.py --workdir DIR"
-            " --config.key=value"
+            " --config.key=value (with the equals sign)"
         )
     if not command.config:
         raise ConfigError("--config: missing; allowed: a config file such as configs/demo.py")
@@ -326,7 +327,7 @@ def _load_config_file(argument):
         if get_config is None:
             raise ConfigError("has no function get_config")
         config = get_config(name) if colon else get_config()
-    except Exception as error:  # a config file is code, and may fail in any way
+    except (Exception, SystemExit) as error:  # a config file is code, and may fail in any way
         kind = "" if isinstance(error, ConfigError) else f"{type(error).__name__}: "
         raise ConfigError(f"--config: {path}: {kind}{_one_line(error)}") from None
     if not isinstance(config, ConfigDict):

@@ -23,7 +23,7 @@ from moe_jax.models.accounting import (
 )
 from moe_jax.train.build import make_initial_state, make_model
 from moe_jax.train.evaluation import Evaluation, bytes_per_token, evaluate_batches
-from moe_jax.train.log import read_metrics
+from moe_jax.train.log import LogError, read_metrics
 
 DESCRIPTION = """\
 Evaluates the checkpoints of a workdir on held-out documents, without noise and dropout and with
@@ -73,7 +73,7 @@ def main(arguments: Sequence[str]) -> int:
         options = _parse(arguments)
         runs = find_runs(options.workdir, step=options.step, best=options.best)
         evaluate_workdir(options.workdir, runs, split=options.split, batch_size=options.batch_size)
-    except (ConfigError, CheckpointError, ValueError, OSError) as error:
+    except (ConfigError, CheckpointError, LogError, ValueError, OSError) as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
@@ -100,7 +100,11 @@ def find_runs(workdir: Path, *, step: int | None = None, best: bool = False) -> 
             " python -m moe_jax.train"
         )
     runs = []
-    for name, config in resolve_runs(config_from_json(path.read_text())).items():
+    try:
+        configs = resolve_runs(config_from_json(path.read_text()))
+    except ValueError as error:
+        raise ConfigError(f"--workdir: {path}: {error}") from None
+    for name, config in configs.items():
         directory = workdir / name
         steps = saved_steps(directory / "checkpoints")
         if not steps:
@@ -132,17 +136,19 @@ def evaluate_workdir(
       batch_size: sequences per batch; the run's own by default. It changes the result of models
         with a capacity, since the tokens of a batch compete for places.
     """
-    results = [_evaluate_run(run, split, batch_size) for run in runs]
+    # Read first: a damaged file is told of before the work, not after it.
+    histories = {run.name: read_metrics(run.directory) for run in runs}
+    results = [_evaluate_run(run, split, batch_size, histories[run.name]) for run in runs]
     rows = [_row(result, split, batch_size) for result in results]
     baselines = _baselines(runs, split)
     _write_json(workdir / "evaluation.json", {"split": split, "runs": rows, "baselines": baselines})
-    pictures = _draw(workdir, results, split)
     _print_table(rows, baselines, split)
+    pictures = _draw(workdir, results, histories, split)
     print("\npictures:", *(f"  {path}" for path in pictures), sep="\n", flush=True)
     return results
 
 
-def _evaluate_run(run, split, batch_size):
+def _evaluate_run(run, split, batch_size, history):
     from moe_jax.data.pipeline import evaluation_batches
 
     tokenizer, text = _load_data(run.config, split)
@@ -164,7 +170,7 @@ def _evaluate_run(run, split, batch_size):
         evaluation,
         count_parameters(params, run.config.moe.k),
         forward_flops_per_token(params, run.config.moe.k, sequence_length),
-        _train_tokens_per_second(run.directory),
+        _train_tokens_per_second(history),
     )
     _write_json(run.directory / "evaluation.json", _row(result, split, batch_size))
     if evaluation.load is not None:
@@ -216,17 +222,17 @@ def _baselines(runs, split):
     return rows
 
 
-def _draw(workdir, results, split):
+def _draw(workdir, results, histories, split):
     """Writes the pictures; returns their paths."""
     from moe_jax.analysis import plots
 
     directory = workdir / "pictures"
-    histories = {result.run.name: read_metrics(result.run.directory) for result in results}
     baselines = _baselines([result.run for result in results], "validation")
     # Nats per token can be compared within one tokenizer only.
     comparable = {row["tokenizer"] for row in baselines}
     lines = {row["name"]: row["cross_entropy"] for row in baselines if len(comparable) == 1}
-    paths = [plots.loss_curves(histories, directory, baselines=lines).png]
+    curves = {name: rows for name, rows in histories.items() if rows}
+    paths = [plots.loss_curves(curves, directory, baselines=lines).png] if curves else []
     for result in results:
         run = result.run
         if result.evaluation.load is None:
@@ -241,14 +247,15 @@ def _draw(workdir, results, split):
             name=f"expert_load{suffix}",
         )
         paths.append(picture.png)
-        picture = plots.routing_over_time(
-            histories[run.name],
-            directory,
-            num_experts=run.config.moe.num_experts,
-            title=f"Routing over training: {run.name}",
-            name=f"routing_over_time{suffix}",
-        )
-        paths.append(picture.png)
+        if run.name in curves:
+            picture = plots.routing_over_time(
+                curves[run.name],
+                directory,
+                num_experts=run.config.moe.num_experts,
+                title=f"Routing over training: {run.name}",
+                name=f"routing_over_time{suffix}",
+            )
+            paths.append(picture.png)
         paths.append(_draw_token_map(run, split, list(layers), directory, f"token_map{suffix}"))
     return paths
 
@@ -330,10 +337,8 @@ def _with_progress(batches, num_batches, description):
     return tqdm.tqdm(batches, description, num_batches, unit="batch", mininterval=seconds)
 
 
-def _train_tokens_per_second(directory):
-    speeds = [
-        row["tokens_per_second"] for row in read_metrics(directory) if row["split"] == "train"
-    ]
+def _train_tokens_per_second(history):
+    speeds = [row["tokens_per_second"] for row in history if "tokens_per_second" in row]
     return float(np.median(speeds)) if speeds else None
 
 

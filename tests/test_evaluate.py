@@ -153,6 +153,29 @@ def test_a_damaged_checkpoint_is_named(workdir, capsys):
     assert "is damaged" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("line", [b"garbage\n", b'{"a": 1}\n', b"\xff\n"])
+def test_damaged_metrics_are_told_of_before_the_work(workdir, capsys, line):
+    path = workdir / "dense" / "metrics.jsonl"
+    content = path.read_bytes()
+    path.write_bytes(line + content)
+    try:
+        assert evaluate.main(["--workdir", str(workdir)]) == 1
+    finally:
+        path.write_bytes(content)
+    printed = capsys.readouterr()
+    assert "metrics.jsonl: line 1 is damaged" in printed.err and "perplexity" not in printed.out
+
+
+def test_a_run_without_metrics_has_a_row_and_no_curve(workdir, capsys):
+    path = workdir / "dropless" / "metrics.jsonl"
+    path.rename(path.with_suffix(".away"))
+    try:
+        assert evaluate.main(["--workdir", str(workdir)]) == 0
+    finally:
+        path.with_suffix(".away").rename(path)
+    assert read(workdir)["dropless"]["train_tokens_per_second"] is None
+
+
 def test_help_has_an_example(capsys):
     with pytest.raises(SystemExit) as stop:
         evaluate.main(["--help"])

@@ -36,11 +36,14 @@ def find_damage(checkpoint: Path) -> str | None:
     """What is wrong with the first file that is not as ``files.json`` has it; None if all are."""
     try:
         files = json.loads((checkpoint / MANIFEST).read_text())
+        listed = [(name, size, crc) for name, (size, crc) in files.items()]
     except FileNotFoundError:
         return f"{MANIFEST} is missing"
-    except (OSError, ValueError):
+    except (OSError, ValueError, TypeError, AttributeError):
         return f"{MANIFEST} is damaged"
-    for name, (size, crc) in files.items():
+    if not listed:
+        return f"{MANIFEST} is damaged"
+    for name, size, crc in listed:
         path = checkpoint / name
         if not path.is_file():
             return f"{name} is missing"

@@ -27,7 +27,9 @@ def einsum_moe(x, expert, gate, position, experts, *, capacity, activation):
     dispatch = jnp.einsum("tke,tkc->tec", to_expert, to_position).astype(x.dtype)
     combine = jnp.einsum("tk,tke,tkc->tec", gate, to_expert, to_position)
 
-    rows = jnp.einsum("tec,td->ecd", dispatch, x)
+    # 0 * NaN is NaN, and here every token meets every row: keep out whom no expert takes.
+    taken = jnp.any(expert < num_experts, axis=1)
+    rows = jnp.einsum("tec,td->ecd", dispatch, jnp.where(taken[:, None], x, 0))
     rows = feed_forward(rows, experts, activation, jnp.matmul, lambda bias: bias[:, None])
     y = jnp.einsum("tec,ecd->td", combine, rows, preferred_element_type=jnp.float32)
     return y.astype(x.dtype)

@@ -18,7 +18,7 @@ def activation_function(activation: Activation) -> Callable[[jax.Array], jax.Arr
     """
     if callable(activation):
         return activation
-    function = getattr(jax.nn, activation, None)
+    function = getattr(jax.nn, activation, None) if isinstance(activation, str) else None
     if not callable(function):
         raise ValueError(
             f"activation: got {activation!r}; allowed: a callable, or the name of a function in"

@@ -33,12 +33,13 @@ def moe(
 
     The capacity says who is dropped, the implementation only how the rest is computed: all three
     give the same output and the same gradients. ``dropless`` and ``sorted`` define their gradients
-    themselves and support reverse mode once; ``einsum`` supports every transformation.
+    themselves and support reverse mode once; ``einsum`` supports every transformation, but a NaN or
+    infinite number in a token that is routed reaches all tokens there.
 
     Args:
       x: float[T, d].
-      routing: whose slots are obeyed; only ``expert`` and ``gate`` are read. Gradients reach the
-        router through ``gate``.
+      routing: whose slots are obeyed, through ``expert`` (in [0, E], no expert twice in a token)
+        and ``gate``. Gradients reach the router through ``gate``.
       experts: weights "w_in" [E, d, f], "w_out" [E, f, d], optional "w_gate" [E, d, f] (GLU),
         "b_in" [E, f], "b_out" [E, d].
       implementation: "dropless": work for the assignments there are. "sorted": work for E*C rows.
@@ -69,7 +70,14 @@ def moe(
             f"got x {x.shape}, routing.expert {expert.shape}, routing.gate {gate.shape};"
             " allowed: [T, d], [T, K], [T, K]"
         )
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        raise ValueError(f"x: got dtype {x.dtype}; allowed: floating-point numbers")
     num_experts, _, _ = check_experts(experts, x.shape[1])
+    if jnp.ndim(routing.probs) == 2 and routing.probs.shape[1] != num_experts:
+        routed = routing.probs.shape[1]
+        raise ValueError(
+            f"experts: got {num_experts}; allowed: {routed}, as many as the router has"
+        )
     position = positions(expert, num_experts, priority=priority, gate=gate)
     expert, gate, dropped = _drop(expert, gate, position, num_experts, capacity)
     compute = {"dropless": dropless_moe, "sorted": sorted_moe, "einsum": einsum_moe}
@@ -79,10 +87,10 @@ def moe(
         gate,
         position,
         experts,
-        capacity=x.shape[0] if capacity is None else int(capacity),
+        capacity=x.shape[0] if capacity is None else min(int(capacity), x.shape[0]),
         activation=activation_function(activation),
     )
-    return y, dropped
+    return y.astype(x.dtype), dropped
 
 
 def _drop(expert, gate, position, num_experts, capacity):

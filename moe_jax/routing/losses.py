@@ -13,7 +13,7 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 
-from moe_jax.routing.types import TokenChoice, expert_counts
+from moe_jax.routing.types import TokenChoice, check_valid, expert_counts
 
 
 def load_balance_loss(
@@ -39,11 +39,12 @@ def load_balance_loss(
       certainty, 0 without any valid token.
 
     Raises:
-      ValueError: unknown ``per``.
+      ValueError: unknown ``per``, or ``valid`` not [T].
     """
     num_experts = routing.probs.shape[-1]
     if valid is None:
         valid = jnp.any(routing.probs != 0, axis=-1)
+    valid = check_valid(valid, routing.probs.shape[0])
     tokens = jnp.maximum(jnp.sum(valid), 1)
     counts = expert_counts(jnp.where(valid[:, None], routing.expert, num_experts), num_experts)
     if per == "assignment":
@@ -68,10 +69,15 @@ def z_loss(logits: jax.Array, *, valid: jax.Array | None = None) -> jax.Array:
 
     Returns:
       f32[]; 0 without any valid token. A row of -inf only counts as 0.
+
+    Raises:
+      ValueError: logits not [T, E], or ``valid`` not [T].
     """
-    logits = logits.astype(jnp.float32)
+    logits = jnp.asarray(logits, jnp.float32)
+    if logits.ndim != 2:
+        raise ValueError(f"logits: got shape {logits.shape}; allowed: [T, E]")
     counted = jnp.any(logits != -jnp.inf, axis=-1)
-    valid = jnp.ones(logits.shape[0], bool) if valid is None else valid
+    valid = check_valid(valid, logits.shape[0])
     # Replaced before logsumexp too: its gradient on a row of -inf is NaN, and NaN * 0 is NaN.
     z = jax.nn.logsumexp(jnp.where((counted & valid)[:, None], logits, 0.0), axis=-1)
     z = jnp.where(counted & valid, z, 0.0)

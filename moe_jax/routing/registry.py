@@ -22,7 +22,7 @@ def default_arguments() -> dict[str, dict]:
 
 
 def make_router(name: str, *, k: int, **arguments) -> Callable[..., TokenChoice]:
-    """The router ``name`` with its arguments filled in: call it as (logits, valid=None).
+    """The router ``name`` with its arguments filled in: call it as router(logits, valid=valid).
 
     Raises:
       ValueError: a name or an argument that is not in the registry.

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from moe_jax.routing.losses import z_loss
-from moe_jax.routing.types import TokenChoice, expert_counts
+from moe_jax.routing.types import TokenChoice, check_valid, expert_counts
 
 
 class RoutingStatistics(NamedTuple):
@@ -60,7 +60,7 @@ def routing_statistics(
       valid: bool[T], the tokens that count. None: all.
     """
     num_experts = routing.probs.shape[-1]
-    valid = jnp.ones(routing.probs.shape[0], bool) if valid is None else valid
+    valid = check_valid(valid, routing.probs.shape[0])
     load = expert_counts(jnp.where(valid[:, None], routing.expert, num_experts), num_experts)
     log_probs = jnp.log(jnp.where(routing.probs > 0, routing.probs, 1.0))
     entropy = -jnp.sum(routing.probs * log_probs, axis=-1)

@@ -8,7 +8,7 @@ import warnings
 import jax
 import jax.numpy as jnp
 
-from moe_jax.routing.types import TokenChoice
+from moe_jax.routing.types import TokenChoice, check_valid
 
 
 def top_k_softmax(logits: jax.Array, k: int, *, valid: jax.Array | None = None) -> TokenChoice:
@@ -102,9 +102,4 @@ def _check(logits, k, valid):
         raise ValueError(f"logits: got shape {logits.shape}; allowed: [T, E] with E >= 1")
     if isinstance(k, bool) or int(k) != k or not 1 <= k <= logits.shape[1]:
         raise ValueError(f"k: got {k!r}; allowed: 1..{logits.shape[1]} (the number of experts)")
-    if valid is None:
-        valid = jnp.ones(logits.shape[0], bool)
-    valid = jnp.asarray(valid)
-    if valid.shape != logits.shape[:1]:
-        raise ValueError(f"valid: got shape {valid.shape}; allowed: {logits.shape[:1]}, as tokens")
-    return logits.astype(jnp.float32), valid.astype(bool)
+    return logits.astype(jnp.float32), check_valid(valid, logits.shape[0])

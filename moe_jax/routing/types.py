@@ -19,7 +19,8 @@ class TokenChoice(NamedTuple):
 
     Attributes:
       expert: i32[T, K], in [0, E]; E marks an empty slot.
-      gate: f32[T, K], finite and >= 0; the weight of the expert's output.
+      gate: f32[T, K], >= 0; the weight of the expert's output. NaN only where the logits are NaN or
+        +inf, so that a broken router does not go unseen.
       logits: f32[T, E], the router logits that were routed on.
       probs: f32[T, E], softmax of the logits over all experts; 0 for invalid tokens.
     """
@@ -28,6 +29,20 @@ class TokenChoice(NamedTuple):
     gate: jax.Array
     logits: jax.Array
     probs: jax.Array
+
+
+def check_valid(valid: jax.Array | None, num_tokens: int) -> jax.Array:
+    """``valid`` as bool[T]; all True for None.
+
+    Raises:
+      ValueError: another shape than [T].
+    """
+    if valid is None:
+        return jnp.ones(num_tokens, bool)
+    valid = jnp.asarray(valid)
+    if valid.shape != (num_tokens,):
+        raise ValueError(f"valid: got shape {valid.shape}; allowed: {(num_tokens,)}, as tokens")
+    return valid.astype(bool)
 
 
 def expert_counts(expert: jax.Array, num_experts: int) -> jax.Array:

@@ -10,6 +10,7 @@ import absl.logging
 
 from moe_jax.checkpoints import CheckpointError
 from moe_jax.config import ConfigError, parse_command_line
+from moe_jax.train.log import LogError
 from moe_jax.train.loop import TrainingError, train
 from moe_jax.train.signals import StopRequest
 from moe_jax.train.workdir import prepare_workdir
@@ -41,9 +42,12 @@ def main(arguments: Sequence[str]) -> int:
                 train(run, directory, stop=stop, name=variant)
                 if stop.signal:
                     break
-    except (ConfigError, CheckpointError, TrainingError) as error:
+    except (ConfigError, CheckpointError, LogError, TrainingError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
+    except BrokenPipeError:  # the reader of the output has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except OSError as error:
         print(f"error: {error.filename or workdir}: {error.strerror}", file=sys.stderr)
         return 1

@@ -8,9 +8,15 @@ import csv
 import json
 import math
 import os
+import zipfile
+import zlib
 from pathlib import Path
 
 import numpy as np
+
+
+class LogError(RuntimeError):
+    """A file of numbers that cannot be read; the message is one line."""
 
 
 class RunLog:
@@ -100,21 +106,32 @@ def read_metrics(directory: str | Path) -> list[dict]:
     """The rows of metrics.jsonl in a run's directory; a last line cut short by a kill is dropped.
 
     Raises:
-      ValueError: another line that is not JSON.
+      LogError: another line that is not a row.
     """
     path = Path(directory) / "metrics.jsonl"
-    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
-    if lines and not lines[-1].endswith("\n"):
+    lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
+    if lines and not lines[-1].endswith(b"\n"):
         lines.pop()
-    return [json.loads(line) for line in lines]
+    rows = []
+    for number, line in enumerate(lines, 1):
+        try:
+            row = json.loads(line)
+            row["step"], row["split"]
+        except (ValueError, TypeError, KeyError):
+            raise LogError(f"{path}: line {number} is damaged; move the file away") from None
+        rows.append(row)
+    return rows
 
 
 def _read_routing(path, step):
     if not path.exists():
         return []
-    with np.load(path, allow_pickle=False) as arrays:
-        rows = zip(arrays["step"], arrays["load"], arrays["dropped"], strict=True)
-        return [row for row in rows if row[0] <= step]
+    try:
+        with np.load(path, allow_pickle=False) as arrays:
+            rows = zip(arrays["step"], arrays["load"], arrays["dropped"], strict=True)
+            return [row for row in rows if row[0] <= step]
+    except (ValueError, KeyError, EOFError, zipfile.BadZipFile, zlib.error):
+        raise LogError(f"{path}: is damaged; move the file away to go on without") from None
 
 
 def _line(row):

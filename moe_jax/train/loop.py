@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from ml_collections import ConfigDict
 
-from moe_jax.checkpoints import Checkpoints, saved_steps
+from moe_jax.checkpoints import CheckpointError, Checkpoints, saved_steps
 from moe_jax.train.build import (
     make_initial_state,
     make_model,
@@ -249,6 +249,9 @@ def _load_data(config):
 def _restore(config, model, checkpoints, step, batches):
     shapes = jax.eval_shape(lambda: make_initial_state(config, model))
     trees = checkpoints.restore(step, _trees(shapes), batches)
+    inside = int(trees["training"]["step"])
+    if inside != step:
+        raise CheckpointError(f"the checkpoint named {step} is of step {inside}: rename it back")
     return TrainState(params=trees["params"], **trees["training"])
 
 

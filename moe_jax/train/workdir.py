@@ -5,6 +5,7 @@ from pathlib import Path
 
 from ml_collections import ConfigDict
 
+from moe_jax.checkpoints import saved_steps
 from moe_jax.config import (
     ConfigError,
     config_from_json,
@@ -42,6 +43,15 @@ def prepare_workdir(workdir: Path, config: ConfigDict) -> dict[Path, ConfigDict]
 
 
 def _check_same_runs(workdir, runs):
+    for directory in runs:
+        checkpoints = directory / "checkpoints"
+        if checkpoints.exists() and not checkpoints.is_dir():
+            raise ConfigError(f"--workdir: {checkpoints} is a file; allowed: a directory")
+        if saved_steps(checkpoints) and not (directory / "config.json").exists():
+            raise ConfigError(
+                f"--workdir: {directory} has checkpoints but no config.json that says what they are"
+                " of; allowed: another workdir, or this one with its config.json"
+            )
     before = _read(workdir)
     if before is None:
         return
@@ -66,7 +76,7 @@ def _read(directory):
     path = directory / "config.json"
     try:
         return config_from_json(path.read_text()) if path.exists() else None
-    except ConfigError as error:
+    except (ConfigError, UnicodeDecodeError) as error:
         raise ConfigError(f"--workdir: {path}: {error}") from None
 
 

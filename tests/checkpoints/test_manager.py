@@ -20,6 +20,7 @@ from moe_jax.checkpoints import (
     restore_params,
     saved_steps,
 )
+from moe_jax.checkpoints.files import find_damage
 
 
 def make_trees(seed=0, width=64):
@@ -289,3 +290,9 @@ def test_what_a_killed_process_left_half_written_is_no_checkpoint(tmp_path):
         checkpoints.save(2, make_trees(2), batches)
     assert_same_bits(restored, make_trees(1))
     assert sorted(os.listdir(tmp_path)) == ["1", "2"]
+
+
+@pytest.mark.parametrize("content", ["[]", "{}", '{"a": 3}', '{"a": [1]}', "3", "no JSON"])
+def test_a_list_of_files_of_another_shape_is_damage(tmp_path, content):
+    (tmp_path / "files.json").write_text(content)
+    assert find_damage(tmp_path) == "files.json is damaged"

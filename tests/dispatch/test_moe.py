@@ -154,6 +154,32 @@ class TestAllImplementations:
         np.testing.assert_array_equal(dropped, 0)
         jax.tree.map(lambda leaf: np.testing.assert_array_equal(leaf, 0), gradients)
 
+    def test_what_stands_in_an_invalid_token_is_not_seen(self, implementation):
+        x, router, experts = make_case(num_tokens=5)
+        valid = jnp.array([True, False, True, True, False])
+        routing = softmax_top_k(x @ router, 2, valid=valid)
+
+        def total(x):
+            y, _ = moe(x, routing, experts, implementation=implementation)
+            return jnp.sum(y**2), y
+
+        dirty = jnp.where(valid[:, None], x, jnp.array([[jnp.nan], [jnp.nan], [0], [0], [jnp.inf]]))
+        gradient, y = jax.grad(total, has_aux=True)(dirty)
+        clean_gradient, clean = jax.grad(total, has_aux=True)(x)
+        np.testing.assert_array_equal(y, clean)
+        np.testing.assert_array_equal(gradient, clean_gradient)
+
+    def test_output_has_the_dtype_of_the_tokens(self, implementation):
+        x, router, experts = make_case(num_tokens=5)
+        y, _ = moe(
+            x.astype(jnp.bfloat16),
+            softmax_top_k(x @ router, 2),
+            experts,
+            implementation=implementation,
+            capacity=10**9,
+        )
+        assert y.dtype == jnp.bfloat16
+
     def test_capacity_is_enforced_and_dropped_rows_are_zero(self, implementation):
         # Five tokens, all to expert 0, two places: tokens 2, 3, 4 get exactly 0.
         x, _, experts = make_case(num_tokens=5, num_experts=3, bias=True)
@@ -261,6 +287,11 @@ class TestAllImplementations:
         (dict(activation="gelo"), "activation: got 'gelo'"),
         (dict(experts={"w_in": jnp.ones((5, 6, 10))}), r"experts: got \['w_in'\]; allowed: w_in"),
         (dict(w_out=jnp.ones((5, 10, 7))), r"experts.w_out: got shape \(5, 10, 7\)"),
+        (dict(x=jnp.ones((37, 6), jnp.int32)), "x: got dtype int32; allowed: floating"),
+        (
+            dict(experts={"w_in": jnp.ones((4, 6, 10)), "w_out": jnp.ones((4, 10, 6))}),
+            "experts: got 4; allowed: 5",
+        ),
         (dict(x=jnp.ones((3, 6))), r"got x \(3, 6\), routing.expert \(37, 2\)"),
     ],
 )

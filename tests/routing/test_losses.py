@@ -97,6 +97,19 @@ def test_no_valid_token_is_zero_with_zero_gradient():
     np.testing.assert_array_equal(gradient, 0)
 
 
+def test_wrong_shapes_are_refused():
+    routing = routing_of(np.full((3, 4), 0.25), 1)
+    one = jnp.array([True])
+    for loss in (
+        lambda: load_balance_loss(routing, valid=one),
+        lambda: z_loss(jnp.ones((3, 4)), valid=one),
+    ):
+        with pytest.raises(ValueError, match=r"valid: got shape \(1,\); allowed: \(3,\)"):
+            loss()
+    with pytest.raises(ValueError, match=r"logits: got shape \(4,\); allowed: \[T, E\]"):
+        z_loss(jnp.ones(4))
+
+
 def test_z_loss_golden():
     # logsumexp(0,0) = log 2, logsumexp(log 3, 0) = log 4; mean of squares (.480453 + 1.921812)/2.
     logits = jnp.array([[0.0, 0.0], [np.log(3.0), 0.0], [50.0, 50.0]])

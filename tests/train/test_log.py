@@ -3,7 +3,7 @@ import csv
 import numpy as np
 import pytest
 
-from moe_jax.train.log import RunLog, read_metrics
+from moe_jax.train.log import LogError, RunLog, read_metrics
 
 
 def write(log, step, experts=4):
@@ -71,7 +71,7 @@ def test_a_line_cut_short_by_a_kill_is_dropped(tmp_path):
 
 def test_a_damaged_line_elsewhere_is_an_error(tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"step": 1\n{"step": 2, "split": "train"}\n')
-    with pytest.raises(ValueError):
+    with pytest.raises(LogError):
         read_metrics(tmp_path)
 
 
@@ -112,3 +112,18 @@ def test_tensorboard_has_a_series_per_scalar_whatever_the_number_of_experts(tmp_
         "train/load_cv_mean": 2,
         "validation/cross_entropy": 1,
     }
+
+
+@pytest.mark.parametrize("line", [b"garbage\n", b"\n", b'{"a": 1}\n', b"3\n", b"\xff\n"])
+def test_a_damaged_line_is_named(tmp_path, line):
+    good = b'{"step": 1, "split": "train"}\n'
+    (tmp_path / "metrics.jsonl").write_bytes(good + line + good)
+    with pytest.raises(LogError, match=r"metrics.jsonl: line 2 is damaged"):
+        read_metrics(tmp_path)
+
+
+@pytest.mark.parametrize("content", [b"", b"garbage", b"PK\x03\x04 cut short"])
+def test_a_damaged_array_file_is_named(tmp_path, content):
+    (tmp_path / "routing.npz").write_bytes(content)
+    with pytest.raises(LogError, match="routing.npz: is damaged"):
+        RunLog(tmp_path, step=1)

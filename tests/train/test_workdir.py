@@ -82,3 +82,21 @@ def test_a_place_that_cannot_be_used(tmp_path):
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ConfigError, match="config.json: .*not JSON"):
         prepare_workdir(tmp_path, base_config())
+
+
+def test_checkpoints_without_a_config_are_nobodys(tmp_path):
+    (tmp_path / "checkpoints" / "40").mkdir(parents=True)
+    with pytest.raises(ConfigError, match="has checkpoints but no config.json"):
+        prepare_workdir(tmp_path, base_config())
+
+
+def test_checkpoints_that_are_a_file_are_found_at_the_start(tmp_path):
+    (tmp_path / "checkpoints").write_text("")
+    with pytest.raises(ConfigError, match="is a file; allowed: a directory"):
+        prepare_workdir(tmp_path, base_config())
+
+
+def test_a_config_that_is_no_text_is_named(tmp_path):
+    (tmp_path / "config.json").write_bytes(b"\xff\xff")
+    with pytest.raises(ConfigError, match="config.json"):
+        prepare_workdir(tmp_path, base_config())
