@@ -3,7 +3,6 @@
 import argparse
 import json
 import math
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,6 +14,7 @@ from ml_collections import ConfigDict
 
 from moe_jax.checkpoints import CheckpointError, best_step, restore_params, saved_steps
 from moe_jax.config import ConfigError, config_from_json, resolve_runs
+from moe_jax.data.cache import atomic_write
 from moe_jax.models.accounting import (
     ForwardFlops,
     ParameterCount,
@@ -152,9 +152,7 @@ def _evaluate_run(run, split, batch_size, history):
     from moe_jax.data.pipeline import evaluation_batches
 
     tokenizer, text = _load_data(run.config, split)
-    model = make_model(run.config, tokenizer.vocab_size)
-    shapes = jax.eval_shape(lambda: make_initial_state(run.config, model)).params
-    params = restore_params(run.directory / "checkpoints", run.step, shapes)
+    model, params = _load_model(run, tokenizer.vocab_size)
     sequence_length = run.config.data.sequence_length
     batch_size = batch_size or run.config.data.batch_size
     batches = evaluation_batches(text, sequence_length=sequence_length, batch_size=batch_size)
@@ -265,9 +263,7 @@ def _draw_token_map(run, split, layers, directory, name):
     from moe_jax.analysis.token_map import token_map_html
 
     tokenizer, text = _load_data(run.config, split)
-    model = make_model(run.config, tokenizer.vocab_size)
-    shapes = jax.eval_shape(lambda: make_initial_state(run.config, model)).params
-    params = restore_params(run.directory / "checkpoints", run.step, shapes)
+    model, params = _load_model(run, tokenizer.vocab_size)
     tokens = np.asarray(text.tokens[1 : _PASSAGE_TOKENS + 1], np.int32)
     _, info = jax.jit(model.apply)({"params": params}, tokens[None])
     page = token_map_html(
@@ -330,6 +326,13 @@ def _load_data(config, split):
     return tokenizer, load_split(data.dataset, split, tokenizer, data.cache_dir)
 
 
+def _load_model(run, vocab_size):
+    """The model of a run and the parameters of its checkpoint."""
+    model = make_model(run.config, vocab_size)
+    shapes = jax.eval_shape(lambda: make_initial_state(run.config, model)).params
+    return model, restore_params(run.directory / "checkpoints", run.step, shapes)
+
+
 def _with_progress(batches, num_batches, description):
     import tqdm
 
@@ -343,16 +346,13 @@ def _train_tokens_per_second(history):
 
 
 def _write_json(path, data):
-    temporary = path.with_name(f"{path.name}.tmp")
-    temporary.write_text(json.dumps(data, indent=2) + "\n")
-    os.replace(temporary, path)
+    with atomic_write(path) as file:
+        file.write((json.dumps(data, indent=2) + "\n").encode())
 
 
 def _write_load(path, evaluation):
-    temporary = path.with_name(f"{path.name}.tmp")
-    with temporary.open("wb") as file:
+    with atomic_write(path) as file:
         np.savez(file, load=evaluation.load, dropped=evaluation.dropped)
-    os.replace(temporary, path)
 
 
 class _Parser(argparse.ArgumentParser):
