@@ -17,7 +17,7 @@ from absl import flags
 from ml_collections import ConfigDict, config_dict, config_flags
 
 from moe_jax.dispatch import IMPLEMENTATIONS, PRIORITIES
-from moe_jax.routing import default_arguments
+from moe_jax.routing import ExpertMerge, SoftChoice, default_arguments, make_router
 
 ACTIVATIONS = (
     "celu",
@@ -75,8 +75,9 @@ def _positive(default, help, optional=False):
     return Field(default, float, help, allowed, lambda v: v > 0, optional)
 
 
-def _non_negative(default, help):
-    return Field(default, float, help, "numbers >= 0", lambda v: v >= 0)
+def _non_negative(default, help, optional=False):
+    allowed = "numbers >= 0" + (", or None" if optional else "")
+    return Field(default, float, help, allowed, lambda v: v >= 0, optional)
 
 
 def _share(default, help):
@@ -96,9 +97,12 @@ def _one_of(default, names, help):
 
 
 def _router_field(router, argument, default):
-    kind = type(default)
+    """What values fit is for the router to say, see ``_check_router``."""
     help = f"argument of the router {router}"
-    allowed = "true, false" if kind is bool else f"any {kind.__name__}"
+    if default is None:
+        return Field(None, int, help, "whole numbers, or None", lambda v: True, optional=True)
+    kind = type(default)
+    allowed = {bool: "true, false", int: "whole numbers", float: "numbers", str: "a name"}[kind]
     return Field(default, kind, help, allowed, lambda v: True)
 
 
@@ -145,14 +149,30 @@ FIELDS: dict[str, Field] = {
         None, "expert capacity over its fair share; None: no token is dropped", optional=True
     ),
     "moe.priority": _one_of("arrival", PRIORITIES, "who is kept when an expert is full"),
+    "moe.input_jitter": _rate(
+        0.0, "in training the router's input is times uniform numbers of 1 -+ this"
+    ),
+    "moe.expert_dropout": _rate(
+        0.0, "in training each expert is left out of a step with this probability"
+    ),
+    "moe.allow_future_leak": _yes_no(
+        False, "allow routers by which a token's output depends on later tokens"
+    ),
     "router": _one_of("softmax_top_k", tuple(default_arguments()), "name of the router"),
     **{
         f"routers.{router}.{argument}": _router_field(router, argument, default)
         for router, arguments in default_arguments().items()
         for argument, default in arguments.items()
     },
-    "losses.load_balance": _non_negative(0.01, "weight of the load-balance loss"),
-    "losses.z": _non_negative(0.001, "weight of the router z-loss"),
+    "losses.load_balance": _non_negative(
+        None, "weight of the load-balance loss; None: the router's own default", optional=True
+    ),
+    "losses.load_balance_scope": _one_of(
+        "batch", ("batch", "sequence"), "of what the load is to be balanced"
+    ),
+    "losses.z": _non_negative(
+        None, "weight of the router z-loss; None: the router's own default", optional=True
+    ),
     "optimizer.learning_rate": _positive(1e-3, "highest learning rate, after the warmup"),
     "optimizer.warmup_steps": _whole(30, 0, "steps of linear warmup"),
     "optimizer.final_fraction": _share(0.1, "last learning rate over the highest (cosine)"),
@@ -424,10 +444,39 @@ def _check_combination(run):
         refuse("moe.every", f"1..{model.num_layers} (model.num_layers)")
     if model.scan_layers and model.num_layers % moe.every:
         refuse("model.num_layers", f"multiples of {moe.every} (moe.every) with model.scan_layers")
-    if moe.k == 1 and run.router == "top_k_softmax":
-        refuse("moe.k", "2 or more with router top_k_softmax: a single renormalised gate is 1")
+    if moe.k == 1 and run.router in ("top_k_softmax", "noisy_top_k"):
+        refuse("moe.k", f"2 or more with router {run.router}: a single renormalised gate is 1")
     if moe.k == 1 and run.routers.get(run.router).get("renormalize", False):
         refuse(f"routers.{run.router}.renormalize", "false when moe.k is 1: the gate would be 1")
+    _check_router(run, refuse)
+
+
+def _check_router(run, refuse):
+    """Checks the router's arguments and whether it fits the rest; as ``_check_combination``."""
+    moe, arguments = run.moe, run.routers.get(run.router)
+    try:
+        method = make_router(run.router, k=moe.k, **arguments)
+        method.check(moe.num_experts)
+    except ValueError as error:
+        # The messages start with the name of the argument.
+        argument = str(error).partition(":")[0]
+        section = f"routers.{run.router}" if argument in arguments else "moe"
+        raise ConfigError(f"config.{section}.{error}") from None
+    if method.sees_future == "always" and not moe.allow_future_leak:
+        refuse(
+            "router",
+            "in a causal model, routers that do not see later tokens; or moe.allow_future_leak=true"
+            " to train with it all the same (its perplexity is then no likelihood)",
+        )
+    if method.choice_type in (SoftChoice, ExpertMerge) and moe.capacity_factor is not None:
+        refuse("moe.capacity_factor", f"None with router {run.router}, which has no assignments")
+    if moe.expert_dropout and not method.can_leave_out_experts:
+        refuse("moe.expert_dropout", f"0 with router {run.router}, which needs all its experts")
+    if method.needs_token_ids and moe.input_jitter:
+        refuse("moe.input_jitter", f"0 with router {run.router}, which does not look at its input")
+    for name, default in method.default_losses._asdict().items():
+        if default is None and run.losses[name]:
+            refuse(f"losses.{name}", f"None or 0 with router {run.router}, which has no such loss")
 
 
 def _unknown(path, prefix=""):

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 from ml_collections import ConfigDict
 
-from moe_jax.checkpoints import CheckpointError, best_step, restore_params, saved_steps
+from moe_jax.checkpoints import CheckpointError, best_step, restore_trees, saved_steps
 from moe_jax.config import ConfigError, config_from_json, resolve_runs
 from moe_jax.data.cache import atomic_write
 from moe_jax.models.accounting import (
@@ -21,7 +21,8 @@ from moe_jax.models.accounting import (
     count_parameters,
     forward_flops_per_token,
 )
-from moe_jax.train.build import make_initial_state, make_model
+from moe_jax.routing import ExpertChoice, TokenChoice, dense_gates
+from moe_jax.train.build import make_initial_state, make_method, make_model
 from moe_jax.train.evaluation import Evaluation, bytes_per_token, evaluate_batches
 from moe_jax.train.log import LogError, read_metrics
 
@@ -34,6 +35,7 @@ EXAMPLE = "example: python -m moe_jax.evaluate --workdir runs/demo"
 SPLITS = ("test", "validation")
 
 _PASSAGE_TOKENS = 384
+_SLOTS = 4  # experts shown of a token that may have many
 
 
 class Run(NamedTuple):
@@ -152,22 +154,22 @@ def _evaluate_run(run, split, batch_size, history):
     from moe_jax.data.pipeline import evaluation_batches
 
     tokenizer, text = _load_data(run.config, split)
-    model, params = _load_model(run, tokenizer.vocab_size)
+    model, variables = _load_model(run, tokenizer.vocab_size)
     sequence_length = run.config.data.sequence_length
     batch_size = batch_size or run.config.data.batch_size
     batches = evaluation_batches(text, sequence_length=sequence_length, batch_size=batch_size)
     num_batches = math.ceil((len(text.tokens) - 1) / (sequence_length * batch_size))
     evaluation = evaluate_batches(
         model,
-        params,
+        variables,
         _with_progress(batches, num_batches, f"{run.name}: evaluating step {run.step}"),
         token_bytes=bytes_per_token(tokenizer),
     )
     result = Result(
         run,
         evaluation,
-        count_parameters(params, run.config.moe.k),
-        forward_flops_per_token(params, run.config.moe.k, sequence_length),
+        count_parameters(variables["params"], run.config.moe.k),
+        forward_flops_per_token(variables["params"], run.config.moe.k, sequence_length),
         _train_tokens_per_second(history),
     )
     _write_json(run.directory / "evaluation.json", _row(result, split, batch_size))
@@ -179,6 +181,7 @@ def _evaluate_run(run, split, batch_size, history):
 def _row(result, split, batch_size):
     """The result as plain data."""
     run = result.run
+    method = make_method(run.config)
     return {
         "name": run.name,
         "step": run.step,
@@ -191,6 +194,7 @@ def _row(result, split, batch_size):
         "parameters_active": result.parameters.active,
         "forward_flops_per_token": result.flops.total,
         "train_tokens_per_second": result.train_tokens_per_second,
+        "sees_future": method is not None and method.sees_future == "always",
     }
 
 
@@ -263,13 +267,14 @@ def _draw_token_map(run, split, layers, directory, name):
     from moe_jax.analysis.token_map import token_map_html
 
     tokenizer, text = _load_data(run.config, split)
-    model, params = _load_model(run, tokenizer.vocab_size)
+    model, variables = _load_model(run, tokenizer.vocab_size)
     tokens = np.asarray(text.tokens[1 : _PASSAGE_TOKENS + 1], np.int32)
-    _, info = jax.jit(model.apply)({"params": params}, tokens[None])
+    _, info = jax.jit(model.apply)(variables, tokens[None])
+    expert, gate = _slots(info.routing)
     page = token_map_html(
         [tokenizer.token_bytes(int(token)) for token in tokens],
-        np.asarray(info.routing.expert),
-        np.asarray(info.routing.gate),
+        expert,
+        gate,
         run.config.moe.num_experts,
         title=f"Which expert takes which token: {run.name}",
         note=f"Step {run.step}, the first {len(tokens)} tokens of the {split} split.",
@@ -279,6 +284,17 @@ def _draw_token_map(run, split, layers, directory, name):
     path = directory / f"{name}.html"
     path.write_text(page, encoding="utf-8")
     return path
+
+
+def _slots(routing):
+    """The experts and gates [L, T, K] of each token, largest first, of any kind of choice."""
+    if isinstance(routing, TokenChoice):
+        return np.asarray(routing.expert), np.asarray(routing.gate)
+    weights = jax.vmap(dense_gates)(routing) if isinstance(routing, ExpertChoice) else routing.probs
+    weights = np.asarray(weights)
+    expert = np.argsort(-weights, axis=-1, kind="stable")[..., :_SLOTS]
+    gate = np.take_along_axis(weights, expert, axis=-1)
+    return np.where(gate > 0, expert, weights.shape[-1]), gate
 
 
 def _print_table(rows, baselines, split):
@@ -313,6 +329,9 @@ def _print_table(rows, baselines, split):
     console = Console()
     console.width = max(console.width, 120)
     console.print(table)
+    leaking = [row["name"] for row in rows if row["sees_future"]]
+    if leaking:
+        print(f"{', '.join(leaking)}: the routing sees later tokens, so this is no likelihood")
 
 
 def _load_data(config, split):
@@ -327,10 +346,10 @@ def _load_data(config, split):
 
 
 def _load_model(run, vocab_size):
-    """The model of a run and the parameters of its checkpoint."""
+    """The model of a run and its variables in the checkpoint."""
     model = make_model(run.config, vocab_size)
-    shapes = jax.eval_shape(lambda: make_initial_state(run.config, model)).params
-    return model, restore_params(run.directory / "checkpoints", run.step, shapes)
+    shapes = jax.eval_shape(lambda: make_initial_state(run.config, model)).variables
+    return model, restore_trees(run.directory / "checkpoints", run.step, shapes)
 
 
 def _with_progress(batches, num_batches, description):

@@ -17,6 +17,8 @@ from moe_jax.config import (
     resolve_runs,
     validate,
 )
+from moe_jax.routing import ROUTERS, default_arguments, make_router
+from moe_jax.train.build import make_method, make_weights
 
 CONFIG_FILE = """
 from moe_jax.config import base_config
@@ -221,3 +223,82 @@ def test_a_run_config_as_written_is_readable():
     text = config_to_json(run)
     assert json.loads(text)["moe"]["num_experts"] == 8
     assert text.endswith("}\n") and '\n  "steps": 300' in text
+
+
+ROUTER_ERRORS = [
+    ("router=top_p routers.top_p.mass=2", "config.routers.top_p.mass: got 2.0; allowed: 0 <"),
+    (
+        "router=temperature_top_k routers.temperature_top_k.temperature=0",
+        "config.routers.temperature_top_k.temperature: got 0.0; allowed: numbers > 0",
+    ),
+    (
+        "router=smooth_top_k routers.smooth_top_k.max_active=1",
+        "config.routers.smooth_top_k.max_active: got 1; allowed: 2..8",
+    ),
+    (
+        "router=sigmoid_top_k routers.sigmoid_top_k.num_groups=3",
+        "config.routers.sigmoid_top_k.num_groups: got 3; allowed: divisors of 8",
+    ),
+    ("router=relu_gate routers.relu_gate.factor=1", "config.routers.relu_gate.factor: got 1.0;"),
+    ("router=sinkhorn routers.sinkhorn.iterations=0", "config.routers.sinkhorn.iterations: got 0;"),
+    (
+        "router=smooth_top_k routers.smooth_top_k.max_active=few",
+        "config.routers.smooth_top_k.max_active: got 'few'; allowed: whole numbers, or None",
+    ),
+    ("router=expert_choice", "config.router: got expert_choice; allowed: .*allow_future_leak=true"),
+    ("router=smear", "config.router: got smear; allowed: .*allow_future_leak=true"),
+    (
+        "router=soft_moe moe.allow_future_leak=true moe.capacity_factor=1.0",
+        "config.moe.capacity_factor: got 1.0; allowed: None with router soft_moe",
+    ),
+    ("router=noisy_top_k moe.k=1", "config.moe.k: got 1; allowed: 2 or more with router noisy"),
+    (
+        "router=sigmoid_top_k moe.k=1",
+        "config.routers.sigmoid_top_k.renormalize: got true; allowed: false when moe.k is 1",
+    ),
+    (
+        "router=hash losses.load_balance=0.1",
+        "config.losses.load_balance: got 0.1; allowed: None or",
+    ),
+    ("router=hash moe.expert_dropout=0.1", "config.moe.expert_dropout: got 0.1; allowed: 0 with"),
+    ("router=hash moe.input_jitter=0.1", "config.moe.input_jitter: got 0.1; allowed: 0 with"),
+    ("router=base_assignment moe.expert_dropout=0.1", "allowed: 0 with router base_assignment"),
+    ("routers.top_k.mass=1", "config.routers.top_k.mass: unknown field"),
+]
+
+
+@pytest.mark.parametrize("overrides, message", ROUTER_ERRORS)
+def test_what_does_not_fit_a_router_is_refused(command, overrides, message):
+    with pytest.raises(ConfigError, match=message):
+        command(*(f"--config.{override}" for override in overrides.split()))
+
+
+@pytest.mark.parametrize("name", sorted(ROUTERS))
+def test_every_router_can_be_named_and_keeps_its_own_arguments_alone(command, name):
+    overrides = [f"--config.router={name}"]
+    if make_router(name, k=2).sees_future == "always":
+        overrides.append("--config.moe.allow_future_leak=true")
+    [run] = resolve_runs(command(*overrides)).values()
+    assert run.routers.to_dict() == {name: default_arguments()[name]}
+    assert make_method(run) == make_router(name, k=2, **default_arguments()[name])
+
+
+def test_a_routers_optional_number(command):
+    config = command("--config.router=smooth_top_k", "--config.routers.smooth_top_k.max_active=4")
+    assert config.routers.smooth_top_k.max_active == 4
+    config = command("--config.routers.smooth_top_k.max_active=None")
+    assert config.routers.smooth_top_k.max_active is None
+
+
+def test_weights_of_the_common_losses(command):
+    def weights(*overrides):
+        [run] = resolve_runs(command(*(f"--config.{o}" for o in overrides))).values()
+        return make_weights(run)
+
+    assert weights()[:2] == (0.01, 0.001)
+    assert weights("losses.load_balance=0.5", "losses.z=0")[:2] == (0.5, 0)
+    assert weights("router=relu_gate")[:2] == (0, 0)  # its L1 loss balances
+    assert weights("router=relu_gate", "losses.load_balance=0.5")[0] == 0.5
+    assert weights("router=hash")[:2] == (0, 0)
+    assert weights("router=smooth_top_k").balance_choices == "first"
+    assert weights("losses.load_balance_scope=sequence").balance_per_sequence

@@ -1,12 +1,12 @@
 """Checkpoints of a run: written in the background, whole or not at all, checked when read."""
 
 from moe_jax.checkpoints.files import CheckpointError, saved_steps
-from moe_jax.checkpoints.manager import Checkpoints, best_step, restore_params
+from moe_jax.checkpoints.manager import Checkpoints, best_step, restore_trees
 
 __all__ = [
     "CheckpointError",
     "Checkpoints",
     "best_step",
-    "restore_params",
+    "restore_trees",
     "saved_steps",
 ]

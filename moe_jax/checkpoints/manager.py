@@ -188,13 +188,14 @@ def best_step(directory: str | Path) -> int | None:
     return min(found, key=found.get) if found else None
 
 
-def restore_params(directory: str | Path, step: int, like: Any) -> Any:
-    """The parameters of a saved step alone, for use after training; writes nothing.
+def restore_trees(directory: str | Path, step: int, like: dict[str, Any]) -> dict[str, Any]:
+    """Some of the named trees of a saved step, for use after training; writes nothing.
 
     Args:
       directory: of the checkpoints.
       step: one of ``saved_steps``.
-      like: the parameters with ``jax.ShapeDtypeStruct`` (or arrays) as leaves.
+      like: the trees by name, with ``jax.ShapeDtypeStruct`` (or arrays) as leaves; one without
+        leaves is given back as it is.
 
     Raises:
       CheckpointError: the checkpoint is damaged, or does not fit ``like``.
@@ -203,9 +204,14 @@ def restore_params(directory: str | Path, step: int, like: Any) -> Any:
 
     directory = Path(directory).absolute()
     check_checkpoint(directory, step)
-    _check_fit(directory / str(step), "params", like)
+    trees = {}
     with ocp.StandardCheckpointer() as checkpointer:
-        return checkpointer.restore(directory / str(step) / "params", _on_device(like))
+        for name, tree in like.items():
+            trees[name] = tree
+            if jax.tree.leaves(tree):
+                _check_fit(directory / str(step), name, tree)
+                trees[name] = checkpointer.restore(directory / str(step) / name, _on_device(tree))
+    return trees
 
 
 @jax.jit

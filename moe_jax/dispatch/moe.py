@@ -11,9 +11,10 @@ import jax.numpy as jnp
 from moe_jax.dispatch.capacity import Priority, positions
 from moe_jax.dispatch.dropless import dropless_moe
 from moe_jax.dispatch.einsum import einsum_moe
+from moe_jax.dispatch.expert_rows import expert_choice_moe, merged_moe, soft_moe
 from moe_jax.dispatch.feed_forward import Activation, activation_function, check_experts
 from moe_jax.dispatch.sorted import sorted_moe
-from moe_jax.routing import TokenChoice, expert_counts
+from moe_jax.routing import Choice, ExpertChoice, ExpertMerge, SoftChoice, expert_counts
 
 Implementation = Literal["dropless", "sorted", "einsum"]
 IMPLEMENTATIONS: tuple[str, ...] = get_args(Implementation)
@@ -21,7 +22,7 @@ IMPLEMENTATIONS: tuple[str, ...] = get_args(Implementation)
 
 def moe(
     x: jax.Array,
-    routing: TokenChoice,
+    routing: Choice,
     experts: dict[str, jax.Array],
     *,
     implementation: Implementation = "dropless",
@@ -29,24 +30,25 @@ def moe(
     priority: Priority = "arrival",
     activation: Activation = "gelu",
 ) -> tuple[jax.Array, jax.Array]:
-    """Sum over each token's slots of gate times that expert's output.
+    """Sum over each token's experts of gate times that expert's output.
 
-    The capacity says who is dropped, the implementation only how the rest is computed: all three
-    give the same output and the same gradients. ``dropless`` and ``sorted`` define their gradients
-    themselves and support reverse mode once; ``einsum`` supports every transformation, but a NaN or
-    infinite number in a token that is routed reaches all tokens there.
+    For a TokenChoice the capacity says who is dropped, the implementation only how the rest is
+    computed: all three give the same output and the same gradients. ``dropless`` and ``sorted``
+    define their gradients themselves and support reverse mode once; ``einsum`` supports every
+    transformation, but a NaN or infinite number in a token that is routed reaches all tokens there.
 
     Args:
       x: float[T, d].
-      routing: whose slots are obeyed, through ``expert`` (in [0, E], no expert twice in a token)
-        and ``gate``. Gradients reach the router through ``gate``.
+      routing: a TokenChoice, whose slots are obeyed, through ``expert`` (in [0, E], no expert twice
+        in a token) and ``gate``; gradients reach the router through ``gate``. Or another choice of
+        ``moe_jax.routing``, each of which is computed in one way whatever the implementation.
       experts: weights "w_in" [E, d, f], "w_out" [E, f, d], optional "w_gate" [E, d, f] (GLU),
         "b_in" [E, f], "b_out" [E, d].
       implementation: "dropless": work for the assignments there are. "sorted": work for E*C rows.
         "einsum": arrays of T*E*C.
       capacity: assignments that an expert accepts, in order of priority; the others are dropped
         and add exactly 0. None: nobody is dropped (for sorted and einsum C is then T, at E/k
-        times the work).
+        times the work). It must be None for other choices, which fix the rows of every expert.
       priority: see ``positions``.
       activation: a callable (elementwise), or a name in jax.nn with its defaults.
 
@@ -64,20 +66,16 @@ def moe(
     if capacity is not None and (int(capacity) != capacity or capacity < 1):
         raise ValueError(f"capacity: got {capacity!r}; allowed: integers >= 1, or None")
     x, experts = jnp.asarray(x), jax.tree.map(jnp.asarray, experts)
+    num_experts = _check(x, routing, experts)
+    activation = activation_function(activation)
+    by_expert = {ExpertChoice: expert_choice_moe, SoftChoice: soft_moe, ExpertMerge: merged_moe}
+    if type(routing) in by_expert:
+        if capacity is not None:
+            name = type(routing).__name__
+            raise ValueError(f"capacity: got {capacity!r}; allowed: None with {name}")
+        y = by_expert[type(routing)](x, routing, experts, activation=activation)
+        return y, jnp.zeros(num_experts, jnp.int32)
     expert, gate = jnp.asarray(routing.expert), jnp.asarray(routing.gate)
-    if x.ndim != 2 or expert.shape != gate.shape or expert.shape[:1] != x.shape[:1]:
-        raise ValueError(
-            f"got x {x.shape}, routing.expert {expert.shape}, routing.gate {gate.shape};"
-            " allowed: [T, d], [T, K], [T, K]"
-        )
-    if not jnp.issubdtype(x.dtype, jnp.floating):
-        raise ValueError(f"x: got dtype {x.dtype}; allowed: floating-point numbers")
-    num_experts, _, _ = check_experts(experts, x.shape[1])
-    if jnp.ndim(routing.probs) == 2 and routing.probs.shape[1] != num_experts:
-        routed = routing.probs.shape[1]
-        raise ValueError(
-            f"experts: got {num_experts}; allowed: {routed}, as many as the router has"
-        )
     position = positions(expert, num_experts, priority=priority, gate=gate)
     expert, gate, dropped = _drop(expert, gate, position, num_experts, capacity)
     compute = {"dropless": dropless_moe, "sorted": sorted_moe, "einsum": einsum_moe}
@@ -88,9 +86,33 @@ def moe(
         position,
         experts,
         capacity=x.shape[0] if capacity is None else min(int(capacity), x.shape[0]),
-        activation=activation_function(activation),
+        activation=activation,
     )
     return y.astype(x.dtype), dropped
+
+
+def _check(x, routing, experts):
+    """E, after a look at how everything fits together."""
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        raise ValueError(f"x: got dtype {x.dtype}; allowed: floating-point numbers")
+    if hasattr(routing, "expert"):
+        expert, gate = jnp.shape(routing.expert), jnp.shape(routing.gate)
+        if x.ndim != 2 or expert != gate or expert[:1] != x.shape[:1]:
+            raise ValueError(
+                f"got x {x.shape}, routing.expert {expert}, routing.gate {gate};"
+                " allowed: [T, d], [T, K], [T, K]"
+            )
+    elif x.ndim != 2 or jnp.shape(routing.probs)[:1] != x.shape[:1]:
+        raise ValueError(
+            f"got x {x.shape}, routing.probs {jnp.shape(routing.probs)}; allowed: [T, d], [T, E]"
+        )
+    num_experts, _, _ = check_experts(experts, x.shape[1])
+    if jnp.ndim(routing.probs) == 2 and routing.probs.shape[1] != num_experts:
+        routed = routing.probs.shape[1]
+        raise ValueError(
+            f"experts: got {num_experts}; allowed: {routed}, as many as the router has"
+        )
+    return num_experts
 
 
 def _drop(expert, gate, position, num_experts, capacity):

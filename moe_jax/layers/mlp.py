@@ -31,13 +31,19 @@ class Mlp(nn.Module):
 
     @nn.compact
     def __call__(
-        self, x: jax.Array, *, valid: jax.Array | None = None, deterministic: bool = True
+        self,
+        x: jax.Array,
+        *,
+        valid: jax.Array | None = None,
+        token_ids: jax.Array | None = None,
+        deterministic: bool = True,
     ) -> tuple[jax.Array, None]:
         """Maps every position on its own.
 
         Args:
           x: [..., d].
           valid: bool [...]; the output at invalid positions is exactly 0. None means all valid.
+          token_ids: not needed; given to every feed-forward module.
           deterministic: no dropout.
 
         Returns:

@@ -3,7 +3,7 @@
 Axes: T tokens, d width, E experts, k choices, K slots, f expert width.
 """
 
-from collections.abc import Callable
+import math
 from typing import NamedTuple
 
 import flax.linen as nn
@@ -11,14 +11,14 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from moe_jax import dispatch
+from moe_jax import dispatch, routing
 from moe_jax.dispatch.capacity import Priority
 from moe_jax.dispatch.feed_forward import Activation
 from moe_jax.dispatch.moe import Implementation
 from moe_jax.layers.experts import Experts
 from moe_jax.layers.mlp import Mlp
 from moe_jax.layers.router import Router
-from moe_jax.routing import TokenChoice
+from moe_jax.routing import Choice, TokenChoice
 
 
 class RoutingInfo(NamedTuple):
@@ -27,10 +27,16 @@ class RoutingInfo(NamedTuple):
     Attributes:
       routing: the router's choice for all T tokens, before anything is dropped.
       dropped: i32[E], assignments that each expert dropped for want of capacity.
+      logits: f32[T, E], the router logits.
+      losses: the routing method's own losses by name, f32[] each, weighted.
+      report: scalars of the routing method worth watching, by name, f32[] each.
     """
 
-    routing: TokenChoice
+    routing: Choice
     dropped: jax.Array
+    logits: jax.Array
+    losses: dict[str, jax.Array]
+    report: dict[str, jax.Array]
 
 
 class MoE(nn.Module):
@@ -39,23 +45,22 @@ class MoE(nn.Module):
     Attributes:
       num_experts: E.
       expert_width: f.
-      route: called as route(logits f32[T, E], valid=bool[T] or None), returns a TokenChoice.
-      k: choices per token, which only the capacity uses; at most the K of ``route``.
+      method: says who goes where, such as ``moe_jax.routing.make_router("softmax_top_k", k=2)``.
       activation, glu, use_bias: of the experts, shared or not.
       num_shared_experts: every token also passes through one Mlp of this many times the expert
         width (DeepSeekMoE, Dai et al., 2024, arXiv:2401.06066, section 3.2).
       implementation, priority: as ``moe_jax.dispatch.moe`` takes them.
       capacity_factor: the capacity is ``moe_jax.dispatch.capacity`` of this factor and T. The scope
         is the batch: T is every token of the call, invalid ones too, though they take no room.
-        None: nobody is dropped.
+        None: nobody is dropped; where experts choose, 1. Methods without assignments have none.
+      input_jitter, expert_dropout: of the router, in training, see ``Router``.
       dropout: rate on the output.
       dtype: compute dtype of the experts. The router is float32, so are the parameters.
     """
 
     num_experts: int
     expert_width: int
-    route: Callable[..., TokenChoice]
-    k: int
+    method: routing.Router
     activation: Activation = "gelu"
     glu: bool = False
     use_bias: bool = False
@@ -63,40 +68,52 @@ class MoE(nn.Module):
     implementation: Implementation = "dropless"
     capacity_factor: float | None = None
     priority: Priority = "arrival"
+    input_jitter: float = 0.0
+    expert_dropout: float = 0.0
     dropout: float = 0.0
     dtype: DTypeLike = jnp.float32
 
     @nn.compact
     def __call__(
-        self, x: jax.Array, *, valid: jax.Array | None = None, deterministic: bool = True
+        self,
+        x: jax.Array,
+        *,
+        valid: jax.Array | None = None,
+        token_ids: jax.Array | None = None,
+        deterministic: bool = True,
     ) -> tuple[jax.Array, RoutingInfo]:
         """Routes every position as one token; the leading axes of x together are T.
 
         Args:
-          x: [..., d].
+          x: [..., d]; the last axis but one is that of a sequence.
           valid: bool [...]; invalid tokens are not routed and their output is exactly 0.
-          deterministic: no dropout.
+          token_ids: i32 [...], for methods that route by them.
+          deterministic: no dropout and no randomness of routing; otherwise the RNG collections
+            "router" and, with dropout, "dropout" are needed.
 
         Returns:
           [..., d] in ``dtype``, and the RoutingInfo, whose T follows x in row-major order.
 
         Raises:
-          ValueError: k is not in 1..K, num_shared_experts is negative, or a field has a value that
-            ``route``, ``dispatch.capacity`` or ``dispatch.moe`` refuses.
+          ValueError: num_shared_experts is negative, or a field has a value that ``method``,
+            ``dispatch.capacity`` or ``dispatch.moe`` refuses.
         """
+        if self.num_shared_experts < 0:
+            raise ValueError(
+                f"MoE.num_shared_experts: got {self.num_shared_experts}; allowed: 0 or more"
+            )
         tokens = x.reshape(-1, x.shape[-1])
-        logits = Router(self.num_experts, name="router")(tokens)
-        routing = self.route(logits, valid=None if valid is None else valid.reshape(-1))
-        self._check(num_slots=routing.expert.shape[-1])
+        routed, report = self._route(tokens, x.shape[:-1], valid, token_ids, deterministic)
         experts = Experts(
             self.num_experts, self.expert_width, self.glu, self.use_bias, self.dtype, name="experts"
         )
+        chosen_by_token = self.method.choice_type is TokenChoice
         y, dropped = dispatch.moe(
             tokens.astype(self.dtype),
-            routing,
+            routed.choice,
             experts(x.shape[-1]),
             implementation=self.implementation,
-            capacity=self._capacity(tokens.shape[0]),
+            capacity=self._capacity(len(tokens)) if chosen_by_token else None,
             priority=self.priority,
             activation=self.activation,
         )
@@ -109,17 +126,26 @@ class MoE(nn.Module):
         y = nn.Dropout(self.dropout)(y, deterministic=deterministic)
         if valid is not None:
             y = jnp.where(valid[..., None], y, 0)
-        return y, RoutingInfo(routing, dropped)
+        return y, RoutingInfo(routed.choice, dropped, routed.logits, routed.losses, report)
+
+    def _route(self, tokens, shape, valid, token_ids, deterministic):
+        router = Router(
+            self.method,
+            self.num_experts,
+            input_jitter=self.input_jitter,
+            expert_dropout=self.expert_dropout,
+            name="router",
+        )
+        return router(
+            tokens,
+            valid=None if valid is None else valid.reshape(-1),
+            token_ids=None if token_ids is None else token_ids.reshape(-1),
+            num_sequences=math.prod(shape[:-1]),
+            capacity=self._capacity(len(tokens)),
+            deterministic=deterministic,
+        )
 
     def _capacity(self, num_tokens: int) -> int | None:
         if self.capacity_factor is None:
             return None
-        return dispatch.capacity(num_tokens, self.num_experts, self.k, self.capacity_factor)
-
-    def _check(self, num_slots: int):
-        if not 1 <= self.k <= num_slots:
-            raise ValueError(f"MoE.k: got {self.k}; allowed: 1..{num_slots} (slots of the route)")
-        if self.num_shared_experts < 0:
-            raise ValueError(
-                f"MoE.num_shared_experts: got {self.num_shared_experts}; allowed: 0 or more"
-            )
+        return dispatch.capacity(num_tokens, self.num_experts, self.method.k, self.capacity_factor)

@@ -1,28 +1,89 @@
-"""The router's linear map. Axes: d width, E experts."""
+"""Parameters, state and randomness for a routing method. Axes: T tokens, d width, E experts."""
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-# Fedus et al. (2021, arXiv:2101.03961), section 2.4: truncated normal of variance 0.1/d. Small
-# router logits at the start keep the choice of expert near uniform.
-_init = nn.initializers.variance_scaling(0.1, "fan_in", "truncated_normal")
+from moe_jax import routing
+from moe_jax.routing import Routed, RouterInputs, expert_dropout, input_jitter
 
 
 class Router(nn.Module):
-    """Router logits x @ kernel, float32 whatever the compute dtype.
+    """Declares what a routing method learns and carries, and routes with it, in float32.
 
-    Only x may have been rounded: a bfloat16 product with a cast after it would choose other experts
-    for some tokens. Source: selective precision, Switch Transformer, section 2.4.
+    Variables: the method's weights in the collection "params", its state in "router_state" (which
+    only ``Router.update`` of the method changes, between steps), and in "replay" perhaps an array
+    "chosen" to be repeated.
 
     Attributes:
+      method: of ``moe_jax.routing``.
       num_experts: E.
+      input_jitter: in training, as ``routing.input_jitter`` takes it.
+      expert_dropout: in training, the rate of ``routing.expert_dropout``.
     """
 
+    method: routing.Router
     num_experts: int
+    input_jitter: float = 0.0
+    expert_dropout: float = 0.0
 
     @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """Maps x [..., d] of any float dtype to router logits f32 [..., E]."""
-        kernel = self.param("kernel", _init, (x.shape[-1], self.num_experts), jnp.float32)
-        return jnp.matmul(x.astype(jnp.float32), kernel, precision=jax.lax.Precision.HIGHEST)
+    def __call__(
+        self,
+        x: jax.Array,
+        *,
+        valid: jax.Array | None = None,
+        token_ids: jax.Array | None = None,
+        num_sequences: int = 1,
+        capacity: int | None = None,
+        deterministic: bool = True,
+    ) -> tuple[Routed, dict[str, jax.Array]]:
+        """Routes tokens.
+
+        Args:
+          x: [T, d] of any float dtype.
+          valid: bool[T].
+          token_ids: i32[T].
+          num_sequences: the tokens are so many sequences one after the other.
+          capacity: C, for methods in which the expert chooses.
+          deterministic: evaluation; otherwise the RNG collection "router" is needed.
+
+        Returns:
+          What the method returns, and its report.
+        """
+        weights = {
+            name: self.param(name, weight.init, weight.shape, jnp.float32)
+            for name, weight in self.method.weights(x.shape[-1], self.num_experts).items()
+        }
+        state = self._carried(weights)
+        inputs = RouterInputs(x, valid, token_ids)
+        if not deterministic:
+            inputs = self._perturbed(inputs, self.make_rng("router"))
+        if self.has_variable("replay", "chosen"):
+            inputs = inputs._replace(chosen=self.get_variable("replay", "chosen"))
+        routed = self.method.route(
+            inputs, weights, state, num_sequences=num_sequences, capacity=capacity
+        )
+        return routed, self.method.report(weights, state)
+
+    def _carried(self, weights):
+        def first(key):
+            return self.method.state(key, weights, self.num_experts)
+
+        if not jax.tree.leaves(jax.eval_shape(first, jax.random.key(0))):
+            return {}
+        return self.variable("router_state", "state", lambda: first(self.make_rng("params"))).value
+
+    def _perturbed(self, inputs, key):
+        method_key, jitter_key, dropout_key = jax.random.split(key, 3)
+        x, mask = input_jitter(inputs.x, jitter_key, self.input_jitter), None
+        if self.expert_dropout:
+            if not self.method.can_leave_out_experts:
+                name = type(self.method).__name__
+                raise ValueError(
+                    f"Router.expert_dropout: got {self.expert_dropout}; allowed: 0 with {name}"
+                )
+            mask = expert_dropout(
+                dropout_key, self.num_experts, self.expert_dropout, at_least=self.method.k
+            )
+        return inputs._replace(x=x, key=method_key, expert_mask=mask)

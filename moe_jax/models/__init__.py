@@ -7,6 +7,15 @@ from moe_jax.models.accounting import (
     forward_flops_per_token,
 )
 from moe_jax.models.language_model import Block, Blocks, LanguageModel
+from moe_jax.models.routers import (
+    changed_sets,
+    load_choice,
+    record_choice,
+    replay_choice,
+    save_choice,
+    stack_routers,
+    unstack_routers,
+)
 from moe_jax.models.scan import stack_layers, unstack_layers
 
 __all__ = [
@@ -15,8 +24,15 @@ __all__ = [
     "ForwardFlops",
     "LanguageModel",
     "ParameterCount",
+    "changed_sets",
     "count_parameters",
     "forward_flops_per_token",
+    "load_choice",
+    "record_choice",
+    "replay_choice",
+    "save_choice",
     "stack_layers",
+    "stack_routers",
     "unstack_layers",
+    "unstack_routers",
 ]

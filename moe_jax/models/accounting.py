@@ -10,6 +10,8 @@ from typing import NamedTuple
 
 import jax
 
+_ROUTER_MATRICES = ("kernel", "projection", "expert_embedding", "slots")
+
 
 class ParameterCount(NamedTuple):
     """Numbers of parameters.
@@ -87,14 +89,14 @@ def forward_flops_per_token(params: dict, k: int, sequence_length: int) -> Forwa
 
 def _part(path, tied):
     """The field of ForwardFlops that this array's matrix product counts in, if it has one."""
+    if "router" in path:  # without the noise, which evaluation does not compute
+        return "router" if path[-1] in _ROUTER_MATRICES else None
     if path[-1] == "embedding":
         return "head" if tied else None  # looking a row up is no arithmetic
     if path[-1] not in ("kernel", "w_in", "w_gate", "w_out"):
         return None
     if "attention" in path:
         return "attention_projections"
-    if "router" in path:
-        return "router"
     return "feed_forward" if "feed_forward" in path else "head"
 
 

@@ -42,12 +42,19 @@ class Block(nn.Module):
         self.feed_forward = self.make_feed_forward()
 
     def __call__(
-        self, x: jax.Array, valid: jax.Array | None, deterministic: bool
+        self,
+        x: jax.Array,
+        valid: jax.Array | None,
+        token_ids: jax.Array,
+        deterministic: bool,
     ) -> tuple[jax.Array, RoutingInfo | None]:
         """Maps x [B, S, d] to [B, S, d] and the feed-forward module's routing, None if dense."""
         x = x + self.attention(self.attention_norm(x), valid=valid, deterministic=deterministic)
         y, info = self.feed_forward(
-            self.feed_forward_norm(x), valid=valid, deterministic=deterministic
+            self.feed_forward_norm(x),
+            valid=valid,
+            token_ids=token_ids,
+            deterministic=deterministic,
         )
         return x + y, info
 
@@ -73,12 +80,16 @@ class Blocks(nn.Module):
 
     @nn.compact
     def __call__(
-        self, x: jax.Array, valid: jax.Array | None, deterministic: bool
+        self,
+        x: jax.Array,
+        valid: jax.Array | None,
+        token_ids: jax.Array,
+        deterministic: bool,
     ) -> tuple[jax.Array, RoutingInfo | None]:
         """Maps x [B, S, d] to [B, S, d] and the routing, stacked over the blocks with experts."""
         block_class = Block
-        if self.remat:  # deterministic is argument 3, self included
-            block_class = nn.remat(Block, static_argnums=(3,), prevent_cse=self.prevent_cse)
+        if self.remat:  # deterministic is argument 4, self included
+            block_class = nn.remat(Block, static_argnums=(4,), prevent_cse=self.prevent_cse)
         infos = []
         for i in range(self.num_blocks):
             with_experts = self.moe is not None and (i + 1) % self.moe_every == 0
@@ -89,7 +100,7 @@ class Blocks(nn.Module):
                 self.dtype,
                 name=f"block_{i}",
             )
-            x, info = block(x, valid, deterministic)
+            x, info = block(x, valid, token_ids, deterministic)
             if with_experts:
                 infos.append(info)
         stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *infos) if infos else None
@@ -104,8 +115,8 @@ class LanguageModel(nn.Module):
       width: d.
       num_layers: number of blocks.
       num_heads: attention heads; width / num_heads must be an even number.
-      dense: makes a feed-forward module, called as module(x, valid=..., deterministic=...) and
-        returning (y, RoutingInfo or None), such as ``layers.Mlp``.
+      dense: makes a feed-forward module, called as module(x, valid=..., token_ids=...,
+        deterministic=...) and returning (y, RoutingInfo or None), such as ``layers.Mlp``.
       moe: makes the feed-forward module of the last block of every ``moe_every``, such as
         ``layers.MoE``; None for a dense model.
       moe_every: 1 puts experts in every block, 2 in the second, fourth and so on.
@@ -141,7 +152,8 @@ class LanguageModel(nn.Module):
           tokens: int[B, S], each in 0..V-1 (another one gives NaN).
           valid: bool[B, S], False at padding, which no other position sees; its logits mean
             nothing. None: all are valid.
-          deterministic: no dropout; otherwise the RNG collection "dropout" is needed.
+          deterministic: no dropout and no randomness of routing; otherwise the RNG collections
+            "dropout" and "router" are needed.
 
         Returns:
           Logits f32[B, S, V] and the RoutingInfo with a leading axis L_moe in the order of the
@@ -155,7 +167,7 @@ class LanguageModel(nn.Module):
         # Its initial variance 1/d gives the tied head logits of variance 1, as an untied one has.
         embed = nn.Embed(self.vocab_size, self.width, dtype=self.dtype, name="tokens")
         x = nn.Dropout(self.dropout)(embed(tokens), deterministic=deterministic)
-        x, info = self._apply_blocks(x, valid, deterministic)
+        x, info = self._apply_blocks(x, valid, tokens, deterministic)
         x = nn.RMSNorm(dtype=self.dtype, name="final_norm")(x)
         if self.tie_embeddings:
             kernel = embed.embedding.astype(self.dtype)
@@ -169,7 +181,7 @@ class LanguageModel(nn.Module):
         )
         return head(x), info
 
-    def _apply_blocks(self, x, valid, deterministic):
+    def _apply_blocks(self, x, valid, tokens, deterministic):
         fields = dict(
             dense=self.dense,
             moe=self.moe,
@@ -180,17 +192,18 @@ class LanguageModel(nn.Module):
             dtype=self.dtype,
         )
         if not self.scan_layers:
-            return Blocks(self.num_layers, **fields, name="blocks")(x, valid, deterministic)
+            blocks = Blocks(self.num_layers, **fields, name="blocks")
+            return blocks(x, valid, tokens, deterministic)
         group_size = 1 if self.moe is None else self.moe_every
         scanned = nn.scan(
             Blocks,
-            variable_axes={"params": 0},
-            split_rngs={"params": True, "dropout": True},
-            in_axes=(nn.broadcast, nn.broadcast),
+            variable_axes={"params": 0, "router_state": 0, "replay": 0},
+            split_rngs={"params": True, "dropout": True, "router": True},
+            in_axes=(nn.broadcast, nn.broadcast, nn.broadcast),
             length=self.num_layers // group_size,
         )
         groups = scanned(group_size, **fields, prevent_cse=False, name="scanned_blocks")
-        x, info = groups(x, valid, deterministic)
+        x, info = groups(x, valid, tokens, deterministic)
         # Each group has stacked its single RoutingInfo, and the scan has stacked those.
         return x, jax.tree.map(lambda leaf: leaf[:, 0], info)
 

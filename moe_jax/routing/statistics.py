@@ -1,7 +1,7 @@
 """How the load is spread over the experts, and how sure the router is.
 
-Axis legend: T tokens, E experts, K slots. "load" is the number of assignments that the router
-gives to an expert, before any is dropped.
+Axis legend: T tokens, E experts, K slots, S slots per expert, G sequences. "load" is the number of
+assignments that the router gives to an expert, before any is dropped.
 """
 
 from typing import NamedTuple
@@ -10,7 +10,14 @@ import jax
 import jax.numpy as jnp
 
 from moe_jax.routing.losses import z_loss
-from moe_jax.routing.types import TokenChoice, check_valid, expert_counts
+from moe_jax.routing.types import (
+    Choice,
+    ExpertChoice,
+    ExpertMerge,
+    SoftChoice,
+    check_valid,
+    expert_counts,
+)
 
 
 class RoutingStatistics(NamedTuple):
@@ -26,6 +33,8 @@ class RoutingStatistics(NamedTuple):
       dead_experts: f32[], number of experts without load.
       router_entropy: f32[], mean over valid tokens of the entropy of probs, in nats.
       router_z: f32[], mean over valid tokens of logsumexp(logits)^2.
+      active_experts: f32[], load summed over experts, per valid token.
+      unrouted_fraction: f32[], share of the valid tokens that no expert takes, capacity aside.
     """
 
     load: jax.Array
@@ -37,6 +46,8 @@ class RoutingStatistics(NamedTuple):
     dead_experts: jax.Array
     router_entropy: jax.Array
     router_z: jax.Array
+    active_experts: jax.Array
+    unrouted_fraction: jax.Array
 
 
 class LoadStatistics(NamedTuple):
@@ -50,18 +61,26 @@ class LoadStatistics(NamedTuple):
 
 
 def routing_statistics(
-    routing: TokenChoice, dropped: jax.Array, *, valid: jax.Array | None = None
+    routing: Choice,
+    dropped: jax.Array,
+    *,
+    valid: jax.Array | None = None,
+    logits: jax.Array | None = None,
 ) -> RoutingStatistics:
-    """Statistics of one layer's routing.
+    """Statistics of one layer's routing, by whatever method.
+
+    Where there is no assignment the load is what comes nearest: the slots of an expert of Soft MoE,
+    and the valid tokens of all sequences in whose merged expert it has a part.
 
     Args:
       routing: the layer's routing, before capacity.
       dropped: i32[E], assignments dropped per expert, as ``dispatch.moe`` returns them.
       valid: bool[T], the tokens that count. None: all.
+      logits: f32[T, E], for ``router_z``; needed for choices that have none of their own.
     """
-    num_experts = routing.probs.shape[-1]
+    logits = routing.logits if logits is None else logits
     valid = check_valid(valid, routing.probs.shape[0])
-    load = expert_counts(jnp.where(valid[:, None], routing.expert, num_experts), num_experts)
+    load, routed = _load(routing, valid)
     log_probs = jnp.log(jnp.where(routing.probs > 0, routing.probs, 1.0))
     entropy = -jnp.sum(routing.probs * log_probs, axis=-1)
     tokens = jnp.maximum(jnp.sum(valid), 1)
@@ -70,7 +89,9 @@ def routing_statistics(
         dropped,
         *load_statistics(load, dropped),
         router_entropy=jnp.sum(jnp.where(valid, entropy, 0.0)) / tokens,
-        router_z=z_loss(routing.logits, valid=valid),
+        router_z=z_loss(logits, valid=valid),
+        active_experts=jnp.sum(load) / tokens,
+        unrouted_fraction=jnp.sum(valid & ~routed) / tokens,
     )
 
 
@@ -95,3 +116,21 @@ def load_statistics(load: jax.Array, dropped: jax.Array) -> LoadStatistics:
         max_share=jnp.max(share),
         dead_experts=jnp.sum(load == 0).astype(jnp.float32),
     )
+
+
+def _load(routing, valid):
+    """i32[E], and bool[T] whether any expert takes the token."""
+    num_tokens, num_experts = routing.probs.shape
+    if isinstance(routing, ExpertChoice):
+        taken = jnp.zeros(num_tokens, bool).at[routing.token].set(True, mode="drop")
+        there = valid.at[routing.token].get(mode="fill", fill_value=False)
+        return jnp.sum(there, axis=1, dtype=jnp.int32), taken
+    if isinstance(routing, SoftChoice):
+        slots = routing.dispatch.shape[-1] * (num_tokens // routing.dispatch.shape[-3])
+        return jnp.full(num_experts, slots, jnp.int32), valid
+    if isinstance(routing, ExpertMerge):
+        length = num_tokens // routing.weight.shape[0]
+        tokens = jnp.sum(valid.reshape(-1, length), axis=1, dtype=jnp.int32)
+        return jnp.sum((routing.weight > 0) * tokens[:, None], axis=0, dtype=jnp.int32), valid
+    expert = jnp.where(valid[:, None], routing.expert, num_experts)
+    return expert_counts(expert, num_experts), jnp.any(expert < num_experts, axis=-1)

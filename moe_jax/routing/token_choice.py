@@ -8,10 +8,16 @@ import warnings
 import jax
 import jax.numpy as jnp
 
-from moe_jax.routing.types import TokenChoice, check_valid
+from moe_jax.routing.types import TokenChoice, check_count, check_logits
 
 
-def top_k_softmax(logits: jax.Array, k: int, *, valid: jax.Array | None = None) -> TokenChoice:
+def top_k_softmax(
+    logits: jax.Array,
+    k: int,
+    *,
+    valid: jax.Array | None = None,
+    chosen: jax.Array | None = None,
+) -> TokenChoice:
     """Takes the k largest logits; the gates are the softmax over those k.
 
     Source: Shazeer et al. 2017 (without the noise), Mixtral. It is the same function, with the
@@ -22,6 +28,7 @@ def top_k_softmax(logits: jax.Array, k: int, *, valid: jax.Array | None = None) 
       k: choices per token, 1 <= k <= E. With k = 1 the gate is the constant 1 and the router gets
         no gradient from the output, so a warning is given.
       valid: bool[T]; invalid tokens route nowhere. None: all are valid.
+      chosen: i32[T, K], experts to take instead of the k best (E: empty slot).
 
     Returns:
       TokenChoice with K = k. A chosen logit of -inf leaves its slot empty.
@@ -29,19 +36,26 @@ def top_k_softmax(logits: jax.Array, k: int, *, valid: jax.Array | None = None) 
     Raises:
       ValueError: logits not [T, E], k out of range, valid not [T].
     """
-    logits, valid = _check(logits, k, valid)
+    logits, valid = check_logits(logits, valid)
+    k = check_count("k", k, logits.shape[1], "the number of experts")
     if k == 1:
         warnings.warn(
             "top_k_softmax with k=1: the renormalised gate is the constant 1, so the router gets no"
             " gradient through the output; use softmax_top_k(renormalize=False) (Switch).",
             stacklevel=2,
         )
-    expert, chosen_logits, used = _select(logits, k, valid)
-    return TokenChoice(expert, masked_softmax(chosen_logits, used), logits, _probs(logits, valid))
+    expert, used = select(logits, k, valid, chosen)
+    gate = masked_softmax(take(logits, expert), used)
+    return TokenChoice(expert, gate, logits, router_probs(logits, valid))
 
 
 def softmax_top_k(
-    logits: jax.Array, k: int, *, renormalize: bool = False, valid: jax.Array | None = None
+    logits: jax.Array,
+    k: int,
+    *,
+    renormalize: bool = False,
+    valid: jax.Array | None = None,
+    chosen: jax.Array | None = None,
 ) -> TokenChoice:
     """Takes the k largest router probabilities; the gates are those probabilities.
 
@@ -55,6 +69,7 @@ def softmax_top_k(
       renormalize: divide the k gates by their sum. With k = 1 that makes the gate the constant 1
         and the router gets no gradient from the output, so a warning is given.
       valid: bool[T]; invalid tokens route nowhere. None: all are valid.
+      chosen: i32[T, K], experts to take instead of the k best (E: empty slot).
 
     Returns:
       TokenChoice with K = k. A chosen logit of -inf leaves its slot empty.
@@ -63,13 +78,39 @@ def softmax_top_k(
       ValueError: logits not [T, E], k out of range, valid not [T].
     """
     if renormalize:
-        return top_k_softmax(logits, k, valid=valid)
-    logits, valid = _check(logits, k, valid)
-    expert, _, used = _select(logits, k, valid)
-    probs = _probs(logits, valid)
-    # An empty slot reads column 0 and throws it away: an index of E would be out of range.
-    gate = jnp.take_along_axis(probs, jnp.where(used, expert, 0), axis=-1)
-    return TokenChoice(expert, jnp.where(used, gate, 0.0), logits, probs)
+        return top_k_softmax(logits, k, valid=valid, chosen=chosen)
+    logits, valid = check_logits(logits, valid)
+    k = check_count("k", k, logits.shape[1], "the number of experts")
+    expert, used = select(logits, k, valid, chosen)
+    probs = router_probs(logits, valid)
+    return TokenChoice(expert, jnp.where(used, take(probs, expert), 0.0), logits, probs)
+
+
+def select(
+    scores: jax.Array, k: int, valid: jax.Array, chosen: jax.Array | None = None
+) -> tuple[jax.Array, jax.Array]:
+    """The k best experts of each token.
+
+    Args:
+      scores: f32[T, E]; the highest win, equal ones by lowest index. -inf: never chosen.
+      k: how many.
+      valid: bool[T].
+      chosen: i32[T, K], taken instead where given, as far as their scores are not -inf.
+
+    Returns:
+      expert i32[T, K], E where the slot is empty, and used bool[T, K], where it is not.
+    """
+    num_experts = scores.shape[1]
+    if chosen is None:
+        chosen = jax.lax.top_k(scores, k)[1]
+    used = (chosen < num_experts) & (take(scores, chosen) != -jnp.inf) & valid[:, None]
+    return jnp.where(used, chosen, num_experts).astype(jnp.int32), used
+
+
+def take(values: jax.Array, expert: jax.Array) -> jax.Array:
+    """values [T, E] of the experts i32[T, K]; of an empty slot that of the last expert."""
+    # An index of E would be out of range; what it reads is thrown away by all callers.
+    return jnp.take_along_axis(values, jnp.minimum(expert, values.shape[1] - 1), axis=-1)
 
 
 def masked_softmax(logits: jax.Array, where: jax.Array) -> jax.Array:
@@ -85,21 +126,6 @@ def masked_softmax(logits: jax.Array, where: jax.Array) -> jax.Array:
     return weight / jnp.where(total == 0.0, 1.0, total)
 
 
-def _probs(logits, valid):
+def router_probs(logits: jax.Array, valid: jax.Array) -> jax.Array:
+    """Softmax over all experts whose logit is not -inf: f32[T, E]; 0 for invalid tokens."""
     return masked_softmax(logits, valid[:, None] & (logits != -jnp.inf))
-
-
-def _select(logits, k, valid):
-    """The k best experts: expert i32[T, k] (E where unused), their logits, used bool[T, k]."""
-    chosen_logits, expert = jax.lax.top_k(logits, k)
-    used = valid[:, None] & (chosen_logits != -jnp.inf)
-    return jnp.where(used, expert, logits.shape[-1]).astype(jnp.int32), chosen_logits, used
-
-
-def _check(logits, k, valid):
-    logits = jnp.asarray(logits)
-    if logits.ndim != 2 or logits.shape[1] < 1:
-        raise ValueError(f"logits: got shape {logits.shape}; allowed: [T, E] with E >= 1")
-    if isinstance(k, bool) or int(k) != k or not 1 <= k <= logits.shape[1]:
-        raise ValueError(f"k: got {k!r}; allowed: 1..{logits.shape[1]} (the number of experts)")
-    return logits.astype(jnp.float32), check_valid(valid, logits.shape[0])

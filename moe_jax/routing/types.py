@@ -3,8 +3,10 @@
 Axis legend (used in every module of the package):
   T  tokens        d  model width      E  experts       k  choices per token
   K  slots per token (K >= k)          C  capacity      f  expert width
+  G  sequences, of T/G tokens each     S  slots per expert
 """
 
+import math
 from typing import NamedTuple
 
 import jax
@@ -31,6 +33,53 @@ class TokenChoice(NamedTuple):
     probs: jax.Array
 
 
+class ExpertChoice(NamedTuple):
+    """Each expert's chosen tokens and their weights.
+
+    Attributes:
+      token: i32[E, C], in [0, T]; T marks an empty slot, whose gate is 0. Sorted by falling score.
+      gate: f32[E, C], >= 0; the weight of the expert's output for that token.
+      probs: f32[T, E], softmax of the logits over all experts; 0 for invalid tokens.
+    """
+
+    token: jax.Array
+    gate: jax.Array
+    probs: jax.Array
+
+
+class SoftChoice(NamedTuple):
+    """Slots that hold weighted means of tokens, and tokens that take weighted means of slots.
+
+    Attributes:
+      dispatch: f32[G, T/G, E, S], or [T, E, S] for a single sequence; over the tokens of a sequence
+        the weights of a slot sum to 1.
+      combine: of the same shape; over the slots of all experts a token's weights sum to 1. Invalid
+        tokens have 0 in both.
+      probs: f32[T, E], a token's combine weights summed over the slots of each expert.
+    """
+
+    dispatch: jax.Array
+    combine: jax.Array
+    probs: jax.Array
+
+
+class ExpertMerge(NamedTuple):
+    """Weights of a merged expert for each sequence.
+
+    Attributes:
+      weight: f32[G, E], >= 0, summing to 1 over the experts; 0 for a sequence without valid tokens.
+      valid: bool[T]; the output of invalid tokens is 0.
+      probs: f32[T, E], softmax of the logits over all experts; 0 for invalid tokens.
+    """
+
+    weight: jax.Array
+    valid: jax.Array
+    probs: jax.Array
+
+
+Choice = TokenChoice | ExpertChoice | SoftChoice | ExpertMerge
+
+
 def check_valid(valid: jax.Array | None, num_tokens: int) -> jax.Array:
     """``valid`` as bool[T]; all True for None.
 
@@ -45,7 +94,54 @@ def check_valid(valid: jax.Array | None, num_tokens: int) -> jax.Array:
     return valid.astype(bool)
 
 
+def check_logits(logits: jax.Array, valid: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+    """The logits as f32[T, E] and ``valid`` as bool[T].
+
+    Raises:
+      ValueError: logits not [T, E] with E >= 1, valid not [T].
+    """
+    logits = jnp.asarray(logits)
+    if logits.ndim != 2 or logits.shape[1] < 1:
+        raise ValueError(f"logits: got shape {logits.shape}; allowed: [T, E] with E >= 1")
+    return logits.astype(jnp.float32), check_valid(valid, logits.shape[0])
+
+
+def check_count(name: str, value: int, highest: int, what: str) -> int:
+    """``value`` as an int in 1..highest; ``what`` says what ``highest`` is.
+
+    Raises:
+      ValueError: it is not.
+    """
+    if isinstance(value, bool) or int(value) != value or not 1 <= value <= highest:
+        raise ValueError(f"{name}: got {value!r}; allowed: 1..{highest} ({what})")
+    return int(value)
+
+
+def check_number(
+    name: str, value: float, *, above: float = -math.inf, at_least: float = -math.inf
+) -> None:
+    """Checks that a Python number is finite and in range.
+
+    Raises:
+      ValueError: it is not.
+    """
+    if not (math.isfinite(value) and value > above and value >= at_least):
+        bound = f"> {above:g}" if above > -math.inf else f">= {at_least:g}"
+        raise ValueError(f"{name}: got {value!r}; allowed: numbers {bound}")
+
+
 def expert_counts(expert: jax.Array, num_experts: int) -> jax.Array:
     """Number of assignments per expert: i32[E] from expert i32[...], empty slots not counted."""
     counts = jnp.zeros(num_experts, jnp.int32)
     return counts.at[jnp.ravel(expert)].add(1, mode="drop")
+
+
+def dense_gates(routing: TokenChoice | ExpertChoice) -> jax.Array:
+    """The gates as a matrix f32[T, E], 0 where an expert does not take a token."""
+    num_tokens, num_experts = routing.probs.shape
+    zeros = jnp.zeros((num_tokens, num_experts), jnp.float32)
+    if isinstance(routing, ExpertChoice):
+        expert = jnp.arange(num_experts)[:, None]
+        return zeros.at[routing.token, expert].add(routing.gate, mode="drop")
+    token = jnp.arange(num_tokens)[:, None]
+    return zeros.at[token, routing.expert].add(routing.gate, mode="drop")

@@ -9,7 +9,7 @@ from ml_collections import ConfigDict
 
 from moe_jax.layers import Mlp, MoE
 from moe_jax.models.language_model import LanguageModel
-from moe_jax.routing import make_router
+from moe_jax.routing import Router, make_router
 from moe_jax.train.optimizer import learning_rate_schedule, make_optimizer
 from moe_jax.train.state import TrainState, initial_state
 from moe_jax.train.step import AuxiliaryWeights
@@ -33,17 +33,17 @@ def make_model(config: ConfigDict, vocab_size: int) -> LanguageModel:
     )
     make_moe = None
     if moe.num_experts:
-        arguments = config.routers.get(config.router, {})
         make_moe = functools.partial(
             MoE,
             num_experts=moe.num_experts,
             expert_width=moe.expert_width,
-            route=make_router(config.router, k=moe.k, **arguments),
-            k=moe.k,
+            method=make_method(config),
             num_shared_experts=moe.num_shared_experts,
             implementation=moe.implementation,
             capacity_factor=moe.capacity_factor,
             priority=moe.priority,
+            input_jitter=moe.input_jitter,
+            expert_dropout=moe.expert_dropout,
             **feed_forward,
         )
     return LanguageModel(
@@ -60,6 +60,14 @@ def make_model(config: ConfigDict, vocab_size: int) -> LanguageModel:
         scan_layers=model.scan_layers,
         dtype=dtype,
     )
+
+
+def make_method(config: ConfigDict) -> Router | None:
+    """The routing method of all MoE layers; None for a dense model."""
+    if not config.moe.num_experts:
+        return None
+    arguments = config.routers.get(config.router, {})
+    return make_router(config.router, k=config.moe.k, **arguments)
 
 
 def make_schedule(config: ConfigDict) -> optax.Schedule:
@@ -86,8 +94,21 @@ def make_optimizer_of(config: ConfigDict) -> optax.GradientTransformation:
 
 
 def make_weights(config: ConfigDict) -> AuxiliaryWeights:
-    """The weights of the router losses."""
-    return AuxiliaryWeights(load_balance=config.losses.load_balance, z=config.losses.z)
+    """The weights of the common router losses, the method's own where the config has None."""
+    method = make_method(config)
+    if method is None:
+        return AuxiliaryWeights(load_balance=0.0, z=0.0)
+    defaults = method.default_losses._asdict()
+    weights = {
+        name: default if config.losses[name] is None else config.losses[name]
+        for name, default in defaults.items()
+    }
+    return AuxiliaryWeights(
+        load_balance=weights["load_balance"] or 0.0,
+        z=weights["z"] or 0.0,
+        balance_choices=method.balance_choices,
+        balance_per_sequence=config.losses.load_balance_scope == "sequence",
+    )
 
 
 def make_initial_state(config: ConfigDict, model: LanguageModel) -> TrainState:
@@ -97,5 +118,5 @@ def make_initial_state(config: ConfigDict, model: LanguageModel) -> TrainState:
     """
     key, init_key = jax.random.split(jax.random.key(config.seed))
     # The parameters do not depend on the length, but a short sequence is quicker to trace.
-    params = model.init(init_key, jnp.zeros((1, 2), jnp.int32))["params"]
-    return initial_state(params, make_optimizer_of(config), key)
+    variables = model.init(init_key, jnp.zeros((1, 2), jnp.int32))
+    return initial_state(variables, make_optimizer_of(config), key)

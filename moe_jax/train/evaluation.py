@@ -8,7 +8,7 @@ import functools
 import itertools
 import math
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import flax.linen as nn
 import jax
@@ -28,7 +28,7 @@ class Evaluation(NamedTuple):
       num_tokens: evaluated targets.
       num_bytes: bytes of text that those targets stand for.
       load, dropped: int64[L, E]; None for a dense model, as below.
-      router_entropy, router_z: float64[L], means over tokens.
+      router_entropy, router_z, unrouted_fraction: float64[L], means over tokens.
     """
 
     nll: float
@@ -38,6 +38,7 @@ class Evaluation(NamedTuple):
     dropped: np.ndarray | None
     router_entropy: np.ndarray | None
     router_z: np.ndarray | None
+    unrouted_fraction: np.ndarray | None
 
     @property
     def cross_entropy(self) -> float:
@@ -61,6 +62,8 @@ class Evaluation(NamedTuple):
             *loads,
             router_entropy=self.router_entropy,
             router_z=self.router_z,
+            active_experts=np.sum(self.load, axis=-1) / self.num_tokens,
+            unrouted_fraction=self.unrouted_fraction,
         )
 
     def scalars(self) -> dict[str, float]:
@@ -80,7 +83,7 @@ def bytes_per_token(tokenizer) -> np.ndarray:
 
 def evaluate_split(
     model: nn.Module,
-    params: Any,
+    variables: dict,
     split,
     *,
     sequence_length: int,
@@ -96,7 +99,7 @@ def evaluate_split(
     Args:
       model: called as ``LanguageModel``; hashable, since a program is compiled once per model and
         shape, however often this is called.
-      params: of the model.
+      variables: of the model, {"params": ..., perhaps "router_state": ...}.
       split: of ``moe_jax.data.load_split``.
       sequence_length, batch_size: of the batches.
       token_bytes: int[V], see ``bytes_per_token``.
@@ -107,11 +110,11 @@ def evaluate_split(
     batches = evaluation_batches(split, sequence_length=sequence_length, batch_size=batch_size)
     if max_batches:
         batches = itertools.islice(batches, max_batches)
-    return evaluate_batches(model, params, batches, token_bytes=token_bytes)
+    return evaluate_batches(model, variables, batches, token_bytes=token_bytes)
 
 
 def evaluate_batches(
-    model: nn.Module, params: Any, batches: Iterable[dict], *, token_bytes: np.ndarray
+    model: nn.Module, variables: dict, batches: Iterable[dict], *, token_bytes: np.ndarray
 ) -> Evaluation:
     """``evaluate_split`` of given batches {"tokens": int[B, S+1], "valid": bool[B, S]}.
 
@@ -125,29 +128,28 @@ def evaluate_batches(
         num_tokens += targets.size
         num_bytes += int(token_bytes[targets].sum())
         # Not waited for here, so that the device always has the next batch.
-        sums.append(_batch_sums(model, params, batch["tokens"], batch["valid"]))
+        sums.append(_batch_sums(model, variables, batch["tokens"], batch["valid"]))
     if not num_tokens:
         raise ValueError("evaluation: got no valid token; allowed: batches with at least one")
     nlls, routings = zip(*jax.device_get(sums), strict=True)
     nll = float(np.sum(np.concatenate(nlls), dtype=np.float64))
     if routings[0] is None:
-        return Evaluation(nll, num_tokens, num_bytes, None, None, None, None)
-    load, dropped, entropy, z = (np.stack(parts) for parts in zip(*routings, strict=True))
+        return Evaluation(nll, num_tokens, num_bytes, *[None] * 5)
+    load, dropped, *means = (np.stack(parts) for parts in zip(*routings, strict=True))
     return Evaluation(
         nll,
         num_tokens,
         num_bytes,
         np.sum(load, axis=0, dtype=np.int64),
         np.sum(dropped, axis=0, dtype=np.int64),
-        np.sum(entropy, axis=0, dtype=np.float64) / num_tokens,
-        np.sum(z, axis=0, dtype=np.float64) / num_tokens,
+        *(np.sum(mean, axis=0, dtype=np.float64) / num_tokens for mean in means),
     )
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _batch_sums(model, params, tokens, valid):
-    """nll f32[B] of each sequence; load and dropped i32[L, E], router entropy and z f32[L]."""
-    logits, info = model.apply({"params": params}, tokens[:, :-1], valid=valid, deterministic=True)
+def _batch_sums(model, variables, tokens, valid):
+    """nll f32[B] of each sequence; load and dropped i32[L, E], and sums over tokens f32[L]."""
+    logits, info = model.apply(variables, tokens[:, :-1], valid=valid, deterministic=True)
     nll = jnp.sum(token_nll(logits, tokens[:, 1:], valid), axis=1)
     if info is None:
         return nll, None
@@ -158,4 +160,5 @@ def _batch_sums(model, params, tokens, valid):
         statistics.dropped,
         statistics.router_entropy * count,
         statistics.router_z * count,
+        statistics.unrouted_fraction * count,
     )

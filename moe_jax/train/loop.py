@@ -14,6 +14,7 @@ from ml_collections import ConfigDict
 from moe_jax.checkpoints import CheckpointError, Checkpoints, saved_steps
 from moe_jax.train.build import (
     make_initial_state,
+    make_method,
     make_model,
     make_optimizer_of,
     make_schedule,
@@ -138,6 +139,8 @@ class _Run:
             make_schedule(config),
             make_weights(config),
             accumulate_steps=config.optimizer.accumulate_steps,
+            method=make_method(config),
+            steps=config.steps,
         )
         # From shapes alone: a restored array is bound to its device and a new one is not, which
         # would make another program, with other rounding, of the same step.
@@ -176,7 +179,7 @@ class _Run:
         with self._untimed():
             result = evaluate_split(
                 self._model,
-                state.params,
+                state.variables,
                 self._data.validation,
                 sequence_length=config.data.sequence_length,
                 batch_size=config.data.batch_size,
@@ -252,10 +255,13 @@ def _restore(config, model, checkpoints, step, batches):
     inside = int(trees["training"]["step"])
     if inside != step:
         raise CheckpointError(f"the checkpoint named {step} is of step {inside}: rename it back")
-    return TrainState(params=trees["params"], **trees["training"])
+    return TrainState(
+        params=trees["params"], router_state=trees.get("router_state", {}), **trees["training"]
+    )
 
 
 def _trees(state):
-    """The named trees of a checkpoint; the parameters by themselves, for evaluation."""
+    """The named trees of a checkpoint; by themselves those that evaluation needs."""
     training = {"step": state.step, "opt_state": state.opt_state, "key": state.key}
-    return {"params": state.params, "training": training}
+    trees = {"params": state.params, "training": training}
+    return trees | ({"router_state": state.router_state} if state.router_state else {})

@@ -18,12 +18,16 @@ class Metrics(NamedTuple):
     Attributes:
       loss: f32[], what was minimised: cross_entropy and the weighted auxiliary losses.
       cross_entropy: f32[], nats per valid token, mean over the whole batch.
-      load_balance: f32[], unweighted, mean over layers. None for a dense model, as
-      z: f32[], unweighted, mean over layers, and
+      load_balance: f32[], unweighted, mean over layers. None for a dense model, and for methods
+        without assignments of tokens.
+      z: f32[], unweighted, mean over layers; None for a dense model, as is
       routing: of the whole batch, with a leading axis L in every field.
+      router_losses: the routing method's own losses by name, weighted, f32[], means over layers.
       gradient_norm: f32[], global norm before clipping.
       learning_rate: f32[], of this step's update.
       num_tokens: i32[], valid target tokens of the batch.
+      report: what the routing method says of itself after the step, by name, f32[], means over
+        layers.
     """
 
     loss: jax.Array
@@ -31,9 +35,11 @@ class Metrics(NamedTuple):
     load_balance: jax.Array | None
     z: jax.Array | None
     routing: RoutingStatistics | None
+    router_losses: dict[str, jax.Array]
     gradient_norm: jax.Array
     learning_rate: jax.Array
     num_tokens: jax.Array
+    report: dict[str, jax.Array]
 
 
 def train_scalars(metrics: Metrics) -> dict[str, float]:
@@ -46,7 +52,11 @@ def train_scalars(metrics: Metrics) -> dict[str, float]:
         "learning_rate": metrics.learning_rate,
     }
     if metrics.routing is not None:
-        scalars |= {"load_balance": metrics.load_balance, "z": metrics.z}
+        if metrics.load_balance is not None:
+            scalars["load_balance"] = metrics.load_balance
+        scalars["z"] = metrics.z
+        scalars |= {f"router_loss_{name}": loss for name, loss in metrics.router_losses.items()}
+        scalars |= {f"router_{name}": value for name, value in metrics.report.items()}
         scalars |= routing_scalars(metrics.routing)
     return {name: float(value) for name, value in scalars.items()}
 
@@ -65,6 +75,9 @@ def routing_scalars(statistics: RoutingStatistics) -> dict[str, float]:
         "dead_experts": np.sum(statistics.dead_experts),
         "router_entropy_mean": np.mean(statistics.router_entropy),
         "router_z_mean": np.mean(statistics.router_z),
+        "active_experts_mean": np.mean(statistics.active_experts),
+        "unrouted_fraction_mean": np.mean(statistics.unrouted_fraction),
+        "unrouted_fraction_max": np.max(statistics.unrouted_fraction),
     }
     return {name: float(value) for name, value in scalars.items()}
 

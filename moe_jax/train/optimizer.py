@@ -5,8 +5,9 @@ import optax
 
 # By name and not by the number of axes: a bias of E experts is [E, f], and a scale of scanned
 # layers is [L, d], yet neither is a matrix.
-_DECAYED = ("kernel", "embedding", "w_in", "w_gate", "w_out")
-_NOT_DECAYED = ("scale", "bias", "b_in", "b_out")
+_DECAYED = ("kernel", "embedding", "w_in", "w_gate", "w_out", "noise_kernel", "projection")
+# Of a router, what is normalised (decay would do nothing to it) and the scalars as well.
+_NOT_DECAYED = ("scale", "bias", "b_in", "b_out", "eta", "log_scale", "expert_embedding", "slots")
 
 
 def learning_rate_schedule(

@@ -13,6 +13,8 @@ class TrainState(NamedTuple):
     Attributes:
       step: i32[], updates made so far.
       params: nested dict of float32 arrays.
+      router_state: what routing methods carry without a gradient, in the layout of params; {} where
+        they carry nothing.
       opt_state: of the optimizer.
       key: u32[...], raw data of the key that every random number of the run derives from; it
         never changes, since each step folds its number in.
@@ -20,12 +22,31 @@ class TrainState(NamedTuple):
 
     step: jax.Array
     params: Any
+    router_state: dict
     opt_state: optax.OptState
     key: jax.Array
 
+    @property
+    def variables(self) -> dict:
+        """What the model is applied with."""
+        return {"params": self.params, "router_state": self.router_state}
 
-def initial_state(params: Any, optimizer: optax.GradientTransformation, key: jax.Array):
-    """The TrainState before the first step. ``key`` is a typed key (``jax.random.key``)."""
+
+def initial_state(
+    variables: dict, optimizer: optax.GradientTransformation, key: jax.Array
+) -> TrainState:
+    """The TrainState before the first step.
+
+    Args:
+      variables: of the model's ``init``: {"params": ..., perhaps "router_state": ...}.
+      optimizer: of the parameters.
+      key: a typed key (``jax.random.key``).
+    """
+    params = variables["params"]
     return TrainState(
-        jnp.zeros((), jnp.int32), params, optimizer.init(params), jax.random.key_data(key)
+        jnp.zeros((), jnp.int32),
+        params,
+        variables.get("router_state", {}),
+        optimizer.init(params),
+        jax.random.key_data(key),
     )

@@ -5,7 +5,7 @@ with experts, E experts.
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import flax.linen as nn
 import jax
@@ -13,8 +13,12 @@ import jax.numpy as jnp
 import optax
 
 from moe_jax.layers import RoutingInfo
+from moe_jax.models.routers import stack_routers, unstack_routers
 from moe_jax.routing import (
+    Observed,
+    Router,
     RoutingStatistics,
+    TokenChoice,
     load_balance_loss,
     load_statistics,
     routing_statistics,
@@ -25,12 +29,23 @@ from moe_jax.train.state import TrainState
 
 Batch = dict[str, jax.Array]
 
+# Sets the randomness of routing apart from dropout, which has the key itself.
+_ROUTER = 1
+
 
 class AuxiliaryWeights(NamedTuple):
-    """What each router loss counts in the loss that is minimised."""
+    """What the losses that all routers may have count in the loss that is minimised.
+
+    Attributes:
+      load_balance, z: weights. A method's own losses come with theirs.
+      balance_choices: as ``load_balance_loss`` takes it.
+      balance_per_sequence: the load-balance loss is of every sequence instead of the microbatch.
+    """
 
     load_balance: float
     z: float
+    balance_choices: Literal["all", "first"] = "all"
+    balance_per_sequence: bool = False
 
 
 class Sums(NamedTuple):
@@ -39,18 +54,21 @@ class Sums(NamedTuple):
     Attributes:
       nll: f32[], negative log-likelihood in nats.
       load_balance, z: f32[], the microbatch's loss (mean over layers) times its tokens; None for
-        a dense model, as all below.
+        a dense model, as all below. load_balance is None for methods without assignments too.
+      own: the routing method's own losses by name, weighted, likewise.
       load, dropped: i32[L, E].
-      router_entropy, router_z: f32[L].
+      router_entropy, router_z, unrouted_fraction: f32[L], times the tokens.
     """
 
     nll: jax.Array
-    load_balance: jax.Array | None
-    z: jax.Array | None
-    load: jax.Array | None
-    dropped: jax.Array | None
-    router_entropy: jax.Array | None
-    router_z: jax.Array | None
+    load_balance: jax.Array | None = None
+    z: jax.Array | None = None
+    own: dict[str, jax.Array] | None = None
+    load: jax.Array | None = None
+    dropped: jax.Array | None = None
+    router_entropy: jax.Array | None = None
+    router_z: jax.Array | None = None
+    unrouted_fraction: jax.Array | None = None
 
 
 def make_train_step(
@@ -60,6 +78,8 @@ def make_train_step(
     weights: AuxiliaryWeights,
     *,
     accumulate_steps: int = 1,
+    method: Router | None = None,
+    steps: int = 1,
 ) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
     """The jitted function (state, batch) -> (state after one update, Metrics).
 
@@ -74,6 +94,8 @@ def make_train_step(
       optimizer: whose learning rate is that of ``schedule``, which is only reported here.
       weights: of the auxiliary losses.
       accumulate_steps: microbatches, a divisor of B; the memory of activations shrinks by it.
+      method: of the model's routers; their state changes once per step. None: a dense model.
+      steps: of the whole training, for methods that change over it.
 
     Returns:
       A function that donates the state given to it. Random numbers depend on the state's key and
@@ -88,22 +110,31 @@ def make_train_step(
         def accumulate(gradient, microbatch):
             index, part = microbatch
             part_key = jax.random.fold_in(key, index)
-            addend, sums = gradient_of(state.params, model, part, part_key, weights, total)
+            addend, sums = gradient_of(
+                state.params, state.router_state, model, part, part_key, weights, total
+            )
             return jax.tree.map(jnp.add, gradient, addend), sums
 
         parts = _split(batch, accumulate_steps)
         zeros = jax.tree.map(jnp.zeros_like, state.params)
         gradient, sums = jax.lax.scan(accumulate, zeros, (jnp.arange(accumulate_steps), parts))
         updates, opt_state = optimizer.update(gradient, state.opt_state, state.params)
+        sums = jax.tree.map(lambda x: jnp.sum(x, axis=0), sums)
+        params = optax.apply_updates(state.params, updates)
+        router_state, report = state.router_state, {}
+        if method is not None:
+            progress = (state.step + 1) / steps
+            observed = Observed(sums.load, total, jnp.asarray(progress, jnp.float32))
+            router_state, report = _update_routers(method, router_state, params, observed)
         metrics = _metrics(
-            jax.tree.map(lambda x: jnp.sum(x, axis=0), sums),
+            sums,
             weights,
             gradient_norm=optax.tree.norm(gradient),
             learning_rate=jnp.asarray(schedule(state.step), jnp.float32),
             num_tokens=total,
+            report=report,
         )
-        params = optax.apply_updates(state.params, updates)
-        return TrainState(state.step + 1, params, opt_state, state.key), metrics
+        return TrainState(state.step + 1, params, router_state, opt_state, state.key), metrics
 
     return jax.jit(step, donate_argnums=0)
 
@@ -117,62 +148,96 @@ def token_nll(logits: jax.Array, targets: jax.Array, valid: jax.Array | None) ->
 def layer_statistics(info: RoutingInfo, valid: jax.Array | None) -> RoutingStatistics:
     """``routing_statistics`` of each layer: every field with a leading axis L."""
     valid = None if valid is None else valid.reshape(-1)
-    return jax.vmap(lambda r, d: routing_statistics(r, d, valid=valid))(*info)
+
+    def statistics(routing, dropped, logits):
+        return routing_statistics(routing, dropped, valid=valid, logits=logits)
+
+    return jax.vmap(statistics)(info.routing, info.dropped, info.logits)
 
 
-def _share_of_loss(params, model, part, key, weights, total):
+def _share_of_loss(params, router_state, model, part, key, weights, total):
     """What ``part`` adds to the loss of a batch of ``total`` tokens, and the Sums of ``part``."""
     valid = part.get("valid")
     logits, info = model.apply(
-        {"params": params},
+        {"params": params, "router_state": router_state},
         part["tokens"][:, :-1],
         valid=valid,
         deterministic=False,
-        rngs={"dropout": key},
+        rngs={"dropout": key, "router": jax.random.fold_in(key, _ROUTER)},
     )
     nll = jnp.sum(token_nll(logits, part["tokens"][:, 1:], valid))
     if info is None:
-        return nll / total, Sums(nll, *[None] * 6)
+        return nll / total, Sums(nll)
     tokens = _num_valid(part)
-    flat = None if valid is None else valid.reshape(-1)
-    balance = jax.vmap(lambda routing: load_balance_loss(routing, valid=flat))(info.routing)
-    z = jax.vmap(lambda logits: z_loss(logits, valid=flat))(info.routing.logits)
-    balance, z = jnp.mean(balance) * tokens, jnp.mean(z) * tokens
+    balance, z = _common_losses(info, valid, weights, num_sequences=len(part["tokens"]))
     statistics = jax.lax.stop_gradient(layer_statistics(info, valid))
     sums = Sums(
         nll,
-        balance,
-        z,
+        None if balance is None else balance * tokens,
+        z * tokens,
+        jax.tree.map(lambda loss: jnp.mean(loss) * tokens, info.losses),
         statistics.load,
         statistics.dropped,
         statistics.router_entropy * tokens,
         statistics.router_z * tokens,
+        statistics.unrouted_fraction * tokens,
     )
-    return (nll + _weighted(weights, balance, z)) / total, sums
+    return (nll + _auxiliary(sums, weights)) / total, sums
 
 
-def _weighted(weights, balance, z):
+def _common_losses(info, valid, weights, num_sequences):
+    """The load-balance loss (None without assignments of tokens) and the z-loss: layer means."""
+    valid = None if valid is None else valid.reshape(-1)
+    z = jnp.mean(jax.vmap(lambda logits: z_loss(logits, valid=valid))(info.logits))
+    if not isinstance(info.routing, TokenChoice):
+        return None, z
+
+    def balance(routing):
+        return load_balance_loss(
+            routing,
+            valid=valid,
+            choices=weights.balance_choices,
+            num_sequences=num_sequences if weights.balance_per_sequence else None,
+        )
+
+    return jnp.mean(jax.vmap(balance)(info.routing)), z
+
+
+def _auxiliary(sums, weights):
     """The auxiliary part of the loss. A loss without weight is left out: it may be infinite."""
-    values = AuxiliaryWeights(balance, z)
-    return sum(w * value for w, value in zip(weights, values, strict=True) if w)
+    terms = [(weights.load_balance, sums.load_balance), (weights.z, sums.z)]
+    common = sum(w * value for w, value in terms if w and value is not None)
+    return common + sum(sums.own.values())
+
+
+def _update_routers(method, router_state, params, observed):
+    """The routers' state after the step, and the method's report of it: means over layers."""
+    weights = stack_routers(params)
+    state = stack_routers(router_state).get("state", {})
+    if state:
+        state = method.update(state, weights, observed)
+        router_state = unstack_routers({"state": state}, router_state)
+    report = jax.vmap(method.report)(weights, state) if weights or state else {}
+    return router_state, jax.tree.map(jnp.mean, report)
 
 
 def _metrics(sums, weights, *, num_tokens, **others):
     """Metrics of the whole batch; ``others`` are fields that do not come from the sums."""
-    cross_entropy = sums.nll / num_tokens
     others["num_tokens"] = num_tokens
+    mean = jax.tree.map(lambda x: x / num_tokens, sums)
     if sums.load is None:
-        return Metrics(cross_entropy, cross_entropy, None, None, None, **others)
-    balance, z = sums.load_balance / num_tokens, sums.z / num_tokens
+        return Metrics(mean.nll, mean.nll, None, None, None, {}, **others)
     routing = RoutingStatistics(
         sums.load,
         sums.dropped,
         *jax.vmap(load_statistics)(sums.load, sums.dropped),
-        router_entropy=sums.router_entropy / num_tokens,
-        router_z=sums.router_z / num_tokens,
+        router_entropy=mean.router_entropy,
+        router_z=mean.router_z,
+        active_experts=jnp.sum(mean.load, axis=-1),
+        unrouted_fraction=mean.unrouted_fraction,
     )
-    loss = cross_entropy + _weighted(weights, balance, z)
-    return Metrics(loss, cross_entropy, balance, z, routing, **others)
+    loss = mean.nll + _auxiliary(mean, weights)
+    return Metrics(loss, mean.nll, mean.load_balance, mean.z, routing, mean.own, **others)
 
 
 def _num_valid(batch: Batch) -> jax.Array:

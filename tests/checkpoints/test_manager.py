@@ -17,7 +17,7 @@ from moe_jax.checkpoints import (
     Checkpoints,
     best_step,
     manager,
-    restore_params,
+    restore_trees,
     saved_steps,
 )
 from moe_jax.checkpoints.files import find_damage
@@ -77,7 +77,9 @@ def test_everything_comes_back_bit_for_bit(saved):
 def test_parameters_alone_come_back(saved):
     directory, _ = saved
     like = jax.eval_shape(lambda: make_trees(0)["params"])
-    assert_same_bits(restore_params(directory, 1, like), make_trees(1)["params"])
+    assert_same_bits(
+        restore_trees(directory, 1, {"params": like})["params"], make_trees(1)["params"]
+    )
     assert best_step(directory) == 2  # cross-entropies 2 and 1
 
 
@@ -92,7 +94,7 @@ def test_donated_arrays_may_change_while_files_are_written(tmp_path):
             for _ in range(20):
                 trees = add_one(trees)
     for step, value in ((1, 1.0), (2, 22.0), (3, 43.0)):
-        kernel = restore_params(tmp_path, step, trees["params"])["kernel"]
+        kernel = restore_trees(tmp_path, step, {"params": trees["params"]})["params"]["kernel"]
         np.testing.assert_array_equal(kernel, np.full((600, 600), value))
 
 
@@ -166,12 +168,14 @@ def test_any_damaged_file_is_found_and_the_good_checkpoint_named(saved, tmp_path
             continue
         damage(tmp_path / name)
         with pytest.raises(CheckpointError) as caught:
-            restore_params(tmp_path, 2, like)
+            restore_trees(tmp_path, 2, {"params": like})["params"]
         message = str(caught.value)
         assert f"checkpoint {tmp_path / '2'} is damaged: " in message, name
         assert f"the last good checkpoint is {tmp_path / '1'};" in message, name
         assert "\n" not in message
-    assert_same_bits(restore_params(tmp_path, 1, like), make_trees(1)["params"])
+    assert_same_bits(
+        restore_trees(tmp_path, 1, {"params": like})["params"], make_trees(1)["params"]
+    )
 
 
 def test_a_run_does_not_start_on_a_damaged_checkpoint(saved, tmp_path):
@@ -206,7 +210,7 @@ def test_a_checkpoint_of_another_model_is_refused(saved, change, message):
     like = make_trees(0)
     change(like["params"])
     with pytest.raises(CheckpointError, match=f"2 does not fit this model: .*{message}"):
-        restore_params(saved[0], 2, like["params"])
+        restore_trees(saved[0], 2, {"params": like["params"]})
     with open_checkpoints(saved[0]) as checkpoints:
         with pytest.raises(CheckpointError, match=f"2 does not fit this model: .*{message}"):
             checkpoints.restore(2, like, make_batches())
@@ -259,7 +263,9 @@ def test_a_really_full_disk_leaves_the_checkpoint_before(small_disk):
             checkpoints.wait()
     assert f"the last good checkpoint is {small_disk / '1'}" in str(caught.value)
     like = jax.eval_shape(lambda: make_trees(0)["params"])
-    assert_same_bits(restore_params(small_disk, 1, like), make_trees(1)["params"])
+    assert_same_bits(
+        restore_trees(small_disk, 1, {"params": like})["params"], make_trees(1)["params"]
+    )
 
 
 KILLED = """

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from moe_jax.layers import Mlp, MoE
-from moe_jax.routing import TokenChoice, make_router
+from moe_jax.routing import LogitsRouter, TokenChoice, make_router
 
 E, F, D, K = 4, 6, 5, 2
 top_2 = make_router("softmax_top_k", k=K)
@@ -20,7 +20,7 @@ def normal(*shape, seed=0):
 
 def layer(**fields):
     """The layer with the dispatcher that compiles fastest, where the dispatcher does not matter."""
-    defaults = dict(num_experts=E, expert_width=F, route=top_2, k=K, implementation="einsum")
+    defaults = dict(num_experts=E, expert_width=F, method=top_2, implementation="einsum")
     return MoE(**(defaults | fields))
 
 
@@ -165,7 +165,7 @@ def test_info_is_the_routing_of_the_flattened_tokens(random_params):
 
 
 def test_one_expert_is_a_dense_network(random_params):
-    moe = layer(num_experts=1, k=1, route=make_router("softmax_top_k", k=1))
+    moe = layer(num_experts=1, method=make_router("softmax_top_k", k=1))
     x = normal(3, D)
     params = random_params(moe.init, x)
     w_in, w_out = (params["params"]["experts"][name][0] for name in ("w_in", "w_out"))
@@ -209,7 +209,12 @@ def test_dropout_is_on_the_output_and_only_in_training(random_params):
     x = normal(8, D)
     params = random_params(moe.init, x)
     y, _ = apply(moe, params, x)
-    dropped, _ = moe.apply(params, x, deterministic=False, rngs={"dropout": jax.random.key(0)})
+    dropped, _ = moe.apply(
+        params,
+        x,
+        deterministic=False,
+        rngs={"dropout": jax.random.key(0), "router": jax.random.key(1)},
+    )
     np.testing.assert_allclose(dropped, jnp.where(dropped == 0, 0, 2 * y), rtol=1e-5)
     assert 0.2 < np.mean(dropped == 0) < 0.8
 
@@ -228,13 +233,13 @@ def test_parameters():
     }
 
 
-def none_chosen(logits, *, valid=None):
+def none_chosen(logits, k, *, valid=None):
     slots = (logits.shape[0], 3)
     return TokenChoice(jnp.full(slots, E), jnp.zeros(slots), logits, jnp.zeros_like(logits))
 
 
 def test_a_route_may_leave_every_slot_empty(random_params):
-    moe = layer(route=none_chosen)
+    moe = layer(method=LogitsRouter(k=2, method=none_chosen))
     x = normal(3, D)
     y, info = apply(moe, random_params(moe.init, x), x)
     np.testing.assert_array_equal(y, np.zeros((3, D)))
@@ -244,8 +249,8 @@ def test_a_route_may_leave_every_slot_empty(random_params):
 @pytest.mark.parametrize(
     "fields, message",
     [
-        (dict(k=3), r"MoE.k: got 3; allowed: 1..2"),
-        (dict(k=0), r"MoE.k: got 0; allowed: 1..2"),
+        (dict(method=make_router("softmax_top_k", k=5)), r"k: got 5; allowed: 1..4"),
+        (dict(method=make_router("softmax_top_k", k=0)), r"k: got 0; allowed: 1..4"),
         (dict(num_shared_experts=-1), "num_shared_experts: got -1; allowed: 0 or more"),
         (dict(capacity_factor=0.0), "capacity factor: got 0.0"),
         (dict(implementation="dense"), "implementation: got 'dense'; allowed: dropless"),

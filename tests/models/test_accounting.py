@@ -21,13 +21,12 @@ TOKENS = np.zeros((2, 6), np.int32)
 
 
 def moe(glu=False, use_bias=False, shared=0):
-    route = make_router("softmax_top_k", k=2)
+    method = make_router("softmax_top_k", k=2)
     # Factor 1 with the sorted dispatcher: E * C = k * T rows, what k experts per token come to.
     return MoE(
         8,
         8,
-        route,
-        2,
+        method,
         glu=glu,
         use_bias=use_bias,
         num_shared_experts=shared,

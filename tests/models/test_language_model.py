@@ -20,8 +20,8 @@ def dense():
 
 
 def moe(implementation="einsum", **fields):  # einsum compiles fastest
-    route = make_router("softmax_top_k", k=K)
-    return MoE(E, 6, route, K, num_shared_experts=1, implementation=implementation, **fields)
+    method = make_router("softmax_top_k", k=K)
+    return MoE(E, 6, method, num_shared_experts=1, implementation=implementation, **fields)
 
 
 def model(**fields):

@@ -17,8 +17,8 @@ TOKENS = np.random.default_rng(0).integers(0, V, size=(2, 8)).astype(np.int32)
 
 
 def moe():
-    route = make_router("softmax_top_k", k=2)
-    return MoE(4, 6, route, 2, implementation="sorted", capacity_factor=1.0)
+    method = make_router("softmax_top_k", k=2)
+    return MoE(4, 6, method, implementation="sorted", capacity_factor=1.0)
 
 
 def model(**fields):

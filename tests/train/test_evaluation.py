@@ -21,27 +21,27 @@ def split():
 
 
 @pytest.fixture
-def model_and_params(tiny):
+def model_and_variables(tiny):
     config = tiny(**{"model.dropout": 0.5, "model.num_layers": 1})
     model = make_model(config, VOCAB)
-    return model, jax.jit(lambda: make_initial_state(config, model).params)()
+    return model, jax.jit(lambda: make_initial_state(config, model).variables)()
 
 
-def evaluate(model, params, split, batch_size=3, **changes):
+def evaluate(model, variables, split, batch_size=3, **changes):
     sizes = dict(sequence_length=8, batch_size=batch_size, token_bytes=BYTES)
-    return evaluate_split(model, params, split, **sizes | changes)
+    return evaluate_split(model, variables, split, **sizes | changes)
 
 
-def test_every_token_counts_once(model_and_params, split):
-    model, params = model_and_params
-    result = evaluate(model, params, split)
+def test_every_token_counts_once(model_and_variables, split):
+    model, variables = model_and_variables
+    result = evaluate(model, variables, split)
     targets = split.tokens[1:]
     assert result.num_tokens == len(targets) == 43
     assert result.num_bytes == split.num_bytes
     nll = 0.0
     for start in range(0, 43, 8):  # each window by itself, without padding
         window = split.tokens[start : start + 9].astype(np.int32)[None]
-        logits, _ = model.apply({"params": params}, window[:, :-1])
+        logits, _ = model.apply(variables, window[:, :-1])
         log_probs = jax.nn.log_softmax(logits)[0]
         nll -= sum(float(log_probs[t, window[0, t + 1]]) for t in range(window.shape[1] - 1))
     np.testing.assert_allclose(result.nll, nll, rtol=1e-5)
@@ -51,34 +51,34 @@ def test_every_token_counts_once(model_and_params, split):
     assert result.load.sum() == 43 * 2 and result.dropped.sum() == 0  # k = 2, nobody dropped
 
 
-def test_the_batch_size_does_not_matter(model_and_params, split):
-    model, params = model_and_params
-    results = [evaluate(model, params, split, batch_size=size) for size in (1, 3)]
+def test_the_batch_size_does_not_matter(model_and_variables, split):
+    model, variables = model_and_variables
+    results = [evaluate(model, variables, split, batch_size=size) for size in (1, 3)]
     for a, b in zip(*results, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-6)
     np.testing.assert_array_equal(results[0].load, results[1].load)
 
 
-def test_it_is_deterministic_and_compiled_once(model_and_params, split):
-    model, params = model_and_params
-    first = evaluate(model, params, split)
+def test_it_is_deterministic_and_compiled_once(model_and_variables, split):
+    model, variables = model_and_variables
+    first = evaluate(model, variables, split)
     programs = evaluation._batch_sums._cache_size()
-    second = evaluate(model, jax.tree.map(jnp.copy, params), split)
+    second = evaluate(model, jax.tree.map(jnp.copy, variables), split)
     assert evaluation._batch_sums._cache_size() == programs
     assert first.nll == second.nll
     np.testing.assert_array_equal(first.router_entropy, second.router_entropy)
 
 
-def test_the_first_batches_only(model_and_params, split):
-    model, params = model_and_params
-    result = evaluate(model, params, split, max_batches=1)
+def test_the_first_batches_only(model_and_variables, split):
+    model, variables = model_and_variables
+    result = evaluate(model, variables, split, max_batches=1)
     assert result.num_tokens == 24
     assert result.num_bytes == BYTES[split.tokens[1:25]].sum()
 
 
-def test_statistics_are_those_of_all_tokens_together(model_and_params, split):
-    model, params = model_and_params
-    result = evaluate(model, params, split)
+def test_statistics_are_those_of_all_tokens_together(model_and_variables, split):
+    model, variables = model_and_variables
+    result = evaluate(model, variables, split)
     share = result.load[0] / result.load[0].sum()
     np.testing.assert_allclose(result.statistics.max_share, [share.max()], rtol=1e-6)
     np.testing.assert_allclose(result.statistics.load_cv, [share.std() * 4], rtol=1e-5)
@@ -93,18 +93,18 @@ def test_statistics_are_those_of_all_tokens_together(model_and_params, split):
 def test_a_dense_model_has_no_routing(tiny, split):
     config = tiny(**{"moe.num_experts": 0, "model.num_layers": 1})
     model = make_model(config, VOCAB)
-    params = jax.jit(lambda: make_initial_state(config, model).params)()
-    result = evaluate(model, params, split)
+    variables = jax.jit(lambda: make_initial_state(config, model).variables)()
+    result = evaluate(model, variables, split)
     assert result.load is None and result.statistics is None
     assert set(result.scalars()) == {"cross_entropy", "perplexity", "bits_per_byte"}
 
 
-def test_nothing_to_evaluate_is_an_error(model_and_params):
-    model, params = model_and_params
+def test_nothing_to_evaluate_is_an_error(model_and_variables):
+    model, variables = model_and_variables
     batch = {"tokens": np.zeros((3, 9), np.int32), "valid": np.zeros((3, 8), bool)}
     for batches in ([], [batch]):
         with pytest.raises(ValueError, match="no valid token"):
-            evaluate_batches(model, params, batches, token_bytes=BYTES)
+            evaluate_batches(model, variables, batches, token_bytes=BYTES)
 
 
 def test_bytes_per_token_of_a_tokenizer():

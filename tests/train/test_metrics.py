@@ -12,7 +12,15 @@ def statistics_of(load, dropped=None):
     dropped = np.zeros_like(load) if dropped is None else np.asarray(dropped)
     counted = jax.vmap(load_statistics)(jnp.asarray(load), jnp.asarray(dropped))
     layers = np.arange(len(load), dtype=np.float32)
-    return RoutingStatistics(load, dropped, *counted, router_entropy=layers, router_z=layers)
+    return RoutingStatistics(
+        load,
+        dropped,
+        *counted,
+        router_entropy=layers,
+        router_z=layers,
+        active_experts=layers,
+        unrouted_fraction=layers,
+    )
 
 
 def metrics_of(routing):
@@ -23,9 +31,11 @@ def metrics_of(routing):
         load_balance=balance,
         z=balance,
         routing=routing,
+        router_losses={} if routing is None else {"boundary": jnp.float32(0.25)},
         gradient_norm=jnp.float32(0.5),
         learning_rate=jnp.float32(0.1),
         num_tokens=jnp.int32(8),
+        report={} if routing is None else {"epsilon": jnp.float32(0.125)},
     )
 
 
@@ -40,13 +50,16 @@ def test_scalars_by_hand():
     assert scalars["load_cv_max"] == pytest.approx(2.449 / 2, abs=1e-3)
     assert scalars["dropped_fraction_max"] == 0.25 and scalars["dropped_fraction_mean"] == 0.125
     assert scalars["router_entropy_mean"] == scalars["router_z_mean"] == 0.5
+    assert scalars["active_experts_mean"] == scalars["unrouted_fraction_mean"] == 0.5
+    assert scalars["unrouted_fraction_max"] == 1
 
 
 @pytest.mark.parametrize("layers, experts", [(1, 2), (3, 5), (24, 64)])
 def test_the_number_of_scalars_depends_on_neither_layers_nor_experts(layers, experts):
     load = np.ones((layers, experts), int)
     scalars = train_scalars(metrics_of(statistics_of(load)))
-    assert len(scalars) == 5 + 2 + 11
+    assert len(scalars) == 5 + 2 + 2 + 14
+    assert scalars["router_loss_boundary"] == 0.25 and scalars["router_epsilon"] == 0.125
     assert all(type(value) is float for value in scalars.values())
 
 

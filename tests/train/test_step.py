@@ -7,8 +7,9 @@ import optax
 import pytest
 
 from moe_jax.config import config_from_json, config_to_json
+from moe_jax.models import stack_routers
 from moe_jax.routing import load_balance_loss, z_loss
-from moe_jax.train.build import make_initial_state, make_model
+from moe_jax.train.build import make_initial_state, make_method, make_model
 from moe_jax.train.state import initial_state
 from moe_jax.train.step import AuxiliaryWeights, make_train_step
 
@@ -49,7 +50,8 @@ def gradient_step(model, weights, accumulate_steps=1):
 
 def plain_state(params):
     """A state that the step may donate."""
-    return initial_state(jax.tree.map(jnp.array, params), optax.sgd(1.0), jax.random.key(5))
+    variables = {"params": jax.tree.map(jnp.array, params)}
+    return initial_state(variables, optax.sgd(1.0), jax.random.key(5))
 
 
 def gradient(config, batch, weights, accumulate_steps=1, like=None):
@@ -224,3 +226,99 @@ def test_losses_of_a_batch_without_valid_tokens_are_zero(tiny):
     batch["valid"] = np.zeros((4, 8), bool)
     update, metrics = gradient(tiny(), batch, AuxiliaryWeights(0.3, 0.2))
     assert metrics.loss == 0 and all(not np.any(leaf) for leaf in jax.tree.leaves(update))
+
+
+def router_state_of(config, params):
+    """The initial router state for given parameters."""
+    model = make_model_once(config_to_json(config))
+    return jax.jit(lambda: make_initial_state(config, model).router_state)()
+
+
+def stepped(config, batch, accumulate_steps=1, steps=10, weights=NONE):
+    """State and Metrics after one step of a config, with its own router."""
+    model, params = model_and_params(config_to_json(config))
+    variables = {
+        "params": jax.tree.map(jnp.array, params),
+        "router_state": router_state_of(config, params),
+    }
+    step = make_train_step(
+        model,
+        optax.sgd(1.0),
+        lambda count: 0.5 * count,
+        weights,
+        accumulate_steps=accumulate_steps,
+        method=make_method(config),
+        steps=steps,
+    )
+    return step(initial_state(variables, optax.sgd(1.0), jax.random.key(5)), batch)
+
+
+def test_the_bias_moves_once_per_step_by_the_whole_batch(tiny):
+    config = tiny(**{"router": "sigmoid_top_k", "routers.sigmoid_top_k.bias_rate": 0.001})
+    batch = random_batch(holes=True)
+    whole, metrics = stepped(config, batch)
+    load = np.asarray(metrics.routing.load, np.float32)
+    expected = 0.001 * np.sign(load.mean(axis=1, keepdims=True) - load)
+    expected -= expected.mean(axis=1, keepdims=True)
+    bias = stack_routers(whole.router_state)["state"]["bias"]
+    assert bias.dtype == jnp.float32
+    np.testing.assert_allclose(bias, expected, atol=1e-9)
+    split, _ = stepped(config, batch, accumulate_steps=4)
+    np.testing.assert_array_equal(stack_routers(split.router_state)["state"]["bias"], bias)
+    np.testing.assert_allclose(
+        metrics.report["bias_span"], np.mean(np.ptp(expected, axis=1)), rtol=1e-5
+    )
+
+
+def test_remat_repeats_the_noise_of_the_forward_pass(tiny):
+    changes = {"router": "noisy_top_k", "moe.input_jitter": 0.1, "moe.expert_dropout": 0.2}
+    batch = random_batch()
+    plain, first = stepped(tiny(**changes), batch)
+    again, second = stepped(tiny(**changes), batch)
+    remat, third = stepped(tiny(**changes, **{"model.remat": True}), batch)
+    assert first.loss == second.loss
+    jax.tree.map(np.testing.assert_array_equal, plain.params, again.params)
+    np.testing.assert_array_equal(first.routing.load, third.routing.load)
+    np.testing.assert_allclose(first.loss, third.loss, rtol=1e-6)
+    assert_trees_close(plain.params, remat.params, atol=1e-6)
+
+
+@pytest.mark.parametrize("accumulate_steps", [2, 4])
+def test_balance_of_sequences_does_not_depend_on_the_microbatch(tiny, accumulate_steps):
+    weights = AuxiliaryWeights(load_balance=1.0, z=0.0, balance_per_sequence=True)
+    batch = random_batch(holes=True)
+    whole, metrics = gradient(tiny(), batch, weights)
+    split, other = gradient(tiny(), batch, weights, accumulate_steps=accumulate_steps)
+    np.testing.assert_allclose(metrics.load_balance, other.load_balance, rtol=1e-5)
+    assert_trees_close(whole, split, atol=1e-6)
+    # The balance of the batch is another loss.
+    assert metrics.load_balance != gradient(tiny(), batch, NONE)[1].load_balance
+
+
+def test_a_methods_own_losses_are_minimised(tiny):
+    config = tiny(**{"router": "smooth_top_k", "routers.smooth_top_k.initial_eta": 0.0})
+    state, metrics = stepped(config, random_batch())
+    _, params = model_and_params(config_to_json(config))
+    before, after = (stack_routers(tree)["eta"] for tree in (params, state.params))
+    assert set(metrics.router_losses) == {"boundary"}
+    np.testing.assert_allclose(
+        metrics.loss, metrics.cross_entropy + metrics.router_losses["boundary"], rtol=1e-6
+    )
+    # More than the 2.5 that are asked for are active with such a margin: it shrinks.
+    assert (metrics.routing.active_experts > 2.5).all() and (after < before).all()
+    assert metrics.report["active_target"] == 2.5
+
+
+@pytest.mark.parametrize("steps, target", [(1, 2.0), (2, 2.5)])
+def test_methods_learn_how_far_training_is(tiny, steps, target):
+    # After step 1 of 1 the margin is annealed away, after step 1 of 2 it is not yet.
+    config = tiny(**{"router": "smooth_top_k", "routers.smooth_top_k.anneal": True})
+    state, _ = stepped(config, random_batch(), steps=steps)
+    np.testing.assert_array_equal(stack_routers(state.router_state)["state"]["target"], target)
+
+
+def test_soft_methods_have_no_load_balance(tiny):
+    config = tiny(router="smear", **{"moe.allow_future_leak": True})
+    _, metrics = stepped(config, random_batch(holes=True))
+    assert metrics.load_balance is None and np.isfinite(metrics.loss)
+    assert metrics.routing.load.shape == (2, 4)

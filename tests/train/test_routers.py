@@ -1,0 +1,144 @@
+"""Every router of the registry trains the demo by its name, and goes on bit for bit."""
+
+import json
+import shutil
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from moe_jax.checkpoints import saved_steps
+from moe_jax.routing import ROUTERS, make_router
+from moe_jax.train.__main__ import main
+from moe_jax.train.log import read_metrics
+
+DEMO = Path(__file__).parents[2] / "configs" / "demo.py"
+TINY = {
+    "steps": 4,
+    "log_every_steps": 1,
+    "evaluate_every_steps": 2,
+    "evaluate_batches": 1,
+    "checkpoint_every_steps": 2,
+    "data.tokenizer": "byte",
+    "data.sequence_length": 16,
+    "data.batch_size": 4,
+    "model.width": 16,
+    "model.num_layers": 2,
+    "model.num_heads": 2,
+    "moe.expert_width": 16,
+    "optimizer.warmup_steps": 1,
+}
+# What must have moved after a step, and what a method reports.
+STATE = {
+    "hash": ("salt",),
+    "relu_gate": ("l1_weight",),
+    "scheduled_top_k": ("sigma", "temperature", "v"),
+    "sigmoid_top_k": ("bias",),
+    "smooth_top_k": ("target",),
+}
+MOVES = {"l1_weight", "sigma", "v", "bias"}
+OWN_LOSSES = {
+    "noisy_top_k": {"importance", "load"},
+    "relu_gate": {"l1"},
+    "smooth_top_k": {"boundary"},
+    "top_p": {"entropy"},
+}
+
+
+def command(name, workdir, cache, **others):
+    fields = TINY | {"router": name, "data.cache_dir": str(cache)} | others
+    if make_router(name, k=2).sees_future == "always":
+        fields["moe.allow_future_leak"] = "true"
+    overrides = [f"--config.{field}={value}" for field, value in fields.items()]
+    return ["--config", f"{DEMO}:moe", "--workdir", str(workdir), *overrides]
+
+
+def arrays_of(run, step):
+    """Every array of a checkpoint by name, and the position in the data."""
+    import orbax.checkpoint as ocp
+
+    found = {}
+    checkpoint = (run / "checkpoints" / str(step)).absolute()
+    names = [n for n in ("params", "training", "router_state") if (checkpoint / n).exists()]
+    with ocp.StandardCheckpointer() as checkpointer:
+        for name in names:
+            for path, leaf in jax.tree_util.tree_leaves_with_path(
+                checkpointer.restore(checkpoint / name)
+            ):
+                found[name + jax.tree_util.keystr(path)] = np.asarray(leaf)
+    [position] = (checkpoint / "batches").glob("*.json")
+    return found, json.loads(position.read_text())
+
+
+def rows_of(run):
+    rows = read_metrics(run)
+    return [{k: v for k, v in row.items() if k != "tokens_per_second"} for row in rows]
+
+
+@pytest.mark.parametrize("name", sorted(ROUTERS))
+def test_the_demo_trains_and_goes_on_bit_for_bit(name, tmp_path, session_dir):
+    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
+    cache = session_dir / "cache"
+    assert main(command(name, whole, cache)) == 0
+    shutil.copytree(whole, resumed)
+    shutil.rmtree(resumed / "moe" / "checkpoints" / "4")
+    assert saved_steps(resumed / "moe" / "checkpoints") == [2]
+    assert main(command(name, resumed, cache)) == 0
+
+    expected, expected_position = arrays_of(whole / "moe", 4)
+    arrays, position = arrays_of(resumed / "moe", 4)
+    assert arrays.keys() == expected.keys()
+    for array in expected:
+        assert arrays[array].dtype == expected[array].dtype
+        np.testing.assert_array_equal(arrays[array], expected[array], err_msg=array)
+    assert position == expected_position
+    assert rows_of(resumed / "moe") == rows_of(whole / "moe")
+    _check_state(name, arrays_of(whole / "moe", 2)[0], expected)
+    _check_metrics(name, rows_of(whole / "moe"))
+
+
+def _check_state(name, before, after):
+    """What the method carries is in the checkpoint, in float32, and moves when it should."""
+    state = {array: value for array, value in after.items() if array.startswith("router_state")}
+    assert {array.split("'")[-2] for array in state} == set(STATE.get(name, ()))
+    for array, value in state.items():
+        part = array.split("'")[-2]
+        assert value.dtype == (np.uint32 if part == "salt" else np.float32)
+        assert value.shape[0] == 2  # layers
+        assert (value != before[array]).any() == (part in MOVES), array
+
+
+def _check_metrics(name, rows):
+    last = [row for row in rows if row["split"] == "train"][-1]
+    prefix = "router_loss_"
+    own = {key.removeprefix(prefix) for key in last if key.startswith(prefix)}
+    assert own == OWN_LOSSES.get(name, set())
+    own = sum(last[prefix + key] for key in own)
+    defaults = make_router(name, k=2).default_losses
+    common = sum(
+        weight * last[key] for key, weight in defaults._asdict().items() if weight is not None
+    )
+    # What is minimised is the cross-entropy and every loss that the method has, once.
+    assert last["loss"] == pytest.approx(last["cross_entropy"] + own + common, abs=1e-5)
+    assert all(value is not None for row in rows for value in row.values())
+
+
+def test_evaluation_moves_no_state(tmp_path, session_dir):
+    """Validating after every step instead of never gives the same bias, to the bit."""
+    runs = []
+    for every in (1, 4):
+        workdir = tmp_path / str(every)
+        fields = {"evaluate_every_steps": every}
+        assert main(command("sigmoid_top_k", workdir, session_dir / "cache", **fields)) == 0
+        runs.append(arrays_of(workdir / "moe", 4)[0])
+    for array in runs[0]:
+        np.testing.assert_array_equal(runs[0][array], runs[1][array], err_msg=array)
+
+
+def test_a_router_that_sees_the_future_is_refused(tmp_path, capsys):
+    arguments = command("expert_choice", tmp_path, tmp_path)
+    arguments = [a for a in arguments if "allow_future_leak" not in a]
+    assert main(arguments) == 1
+    error = capsys.readouterr().err
+    assert "config.router: got expert_choice" in error and "allow_future_leak=true" in error
