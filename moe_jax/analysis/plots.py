@@ -251,6 +251,82 @@ def routing_over_time(
     return Picture(png, _write_csv(directory, name, ("step", "split", *fields), table))
 
 
+def gate_panels(
+    swept: Any,
+    curves: Mapping[str, Any],
+    directory: str | Path,
+    *,
+    moving: int,
+    boundary: float,
+    name: str = "gates",
+) -> Picture:
+    """A panel per router: the gates of a token's experts while one of its logits moves.
+
+    Args:
+      swept: float[n], the values of that logit.
+      curves: the gates float[n, E] of every router, by the title of its panel.
+      directory: where the picture goes.
+      moving: the expert whose logit moves; its line is the thick one.
+      boundary: the value at which that expert comes among the k best.
+      name: of the files.
+
+    Returns:
+      Picture; the CSV has a row per router and value, with a column per expert.
+
+    Raises:
+      ValueError: there is no curve, or one of another shape than [n, E].
+    """
+    swept = np.asarray(swept, float)
+    gates = {title: np.asarray(curve, float) for title, curve in curves.items()}
+    if not gates:
+        raise ValueError("curves: got none; allowed: at least one router")
+    num_experts = next(iter(gates.values())).shape[-1]
+    for title, curve in gates.items():
+        if curve.shape != (len(swept), num_experts):
+            allowed = f"{(len(swept), num_experts)}, points and experts"
+            raise ValueError(f"curves[{title!r}]: got shape {curve.shape}; allowed: {allowed}")
+    width = min(4, len(gates))
+    height = math.ceil(len(gates) / width)
+    with matplotlib.rc_context(_STYLE):
+        figure = Figure(figsize=(3.1 * width + 0.6, 2.4 * height + 0.7), layout="constrained")
+        grid = figure.subplots(height, width, sharex=True, squeeze=False).ravel()
+        for axes, (title, curve) in zip(grid, gates.items(), strict=False):
+            axes.axvline(boundary, **_DOTTED)
+            for expert in range(num_experts):
+                style = dict(color=_COLOURS[expert % len(_COLOURS)], label=f"expert {expert}")
+                style["linewidth"] = 2.6 if expert == moving else 1.4
+                # A jump is a gap in the line, not a slope.
+                axes.plot(swept, _with_gaps(curve[:, expert]), **style)
+            axes.set_title(title)
+            axes.set_ylim(bottom=-0.03 * max(1.0, curve.max()))
+            axes.grid(axis="y")
+        for axes in grid[len(gates) :]:
+            axes.set_visible(False)
+        for axes in grid[max(0, len(gates) - width) : len(gates)]:
+            axes.set_xlabel(f"logit of expert {moving}")
+        for axes in grid[::width]:
+            axes.set_ylabel("gate")
+        handles, labels = grid[0].get_legend_handles_labels()
+        figure.legend(handles, labels, loc="outside lower center", ncols=num_experts, frameon=False)
+        png = _save(figure, directory, name)
+    table = [
+        (title, value, *row)
+        for title, curve in gates.items()
+        for value, row in zip(swept, curve, strict=True)
+    ]
+    columns = ("router", "logit", *(f"expert_{expert}" for expert in range(num_experts)))
+    return Picture(png, _write_csv(directory, name, columns, table))
+
+
+def _with_gaps(values):
+    """The values with NaN where they jump, by far more than a step of the line can explain."""
+    steps = np.abs(np.diff(values))
+    usual = max(np.median(steps), np.ptp(values) / len(values))
+    broken = values.astype(float).copy()
+    broken[1:][steps > 20 * usual] = np.nan
+    return broken
+
+
 def _series(rows, split, field):
     """Steps and values (float arrays) of one field of one split, in the order of the steps.
 
