@@ -446,7 +446,8 @@ def _check_combination(run):
         refuse("model.num_layers", f"multiples of {moe.every} (moe.every) with model.scan_layers")
     if moe.k == 1 and run.router in ("top_k_softmax", "noisy_top_k"):
         refuse("moe.k", f"2 or more with router {run.router}: a single renormalised gate is 1")
-    if moe.k == 1 and run.routers.get(run.router).get("renormalize", False):
+    chooses_k = run.router != "top_p"  # which takes as many experts as it needs, whatever k is
+    if moe.k == 1 and chooses_k and run.routers.get(run.router).get("renormalize", False):
         refuse(f"routers.{run.router}.renormalize", "false when moe.k is 1: the gate would be 1")
     _check_router(run, refuse)
 

@@ -21,7 +21,7 @@ from moe_jax.models.accounting import (
     count_parameters,
     forward_flops_per_token,
 )
-from moe_jax.routing import ExpertChoice, TokenChoice, dense_gates
+from moe_jax.routing import ExpertChoice, ExpertMerge, SoftChoice, TokenChoice, dense_gates
 from moe_jax.train.build import make_initial_state, make_method, make_model
 from moe_jax.train.evaluation import Evaluation, bytes_per_token, evaluate_batches
 from moe_jax.train.log import LogError, read_metrics
@@ -54,7 +54,7 @@ class Result(NamedTuple):
       run: which.
       evaluation: likelihood and routing on the held-out split.
       parameters: total and active.
-      flops: of the forward pass per token, active experts only.
+      flops: of the forward pass per token, active experts only, as many as were measured.
       train_tokens_per_second: median over the rows of the run's metrics; None without any.
     """
 
@@ -165,17 +165,29 @@ def _evaluate_run(run, split, batch_size, history):
         _with_progress(batches, num_batches, f"{run.name}: evaluating step {run.step}"),
         token_bytes=bytes_per_token(tokenizer),
     )
+    parameters_of, computed = _experts_per_token(run.config, evaluation)
     result = Result(
         run,
         evaluation,
-        count_parameters(variables["params"], run.config.moe.k),
-        forward_flops_per_token(variables["params"], run.config.moe.k, sequence_length),
+        count_parameters(variables["params"], parameters_of),
+        forward_flops_per_token(variables["params"], computed, sequence_length),
         _train_tokens_per_second(history),
     )
     _write_json(run.directory / "evaluation.json", _row(result, split, batch_size))
     if evaluation.load is not None:
         _write_load(run.directory / "evaluation_load.npz", evaluation)
     return result
+
+
+def _experts_per_token(config, evaluation):
+    """Experts whose parameters a token uses, and as how many its arithmetic counts: averages."""
+    method = make_method(config)
+    if method is None:
+        return 0, 0
+    if method.choice_type is ExpertMerge:
+        return config.moe.num_experts, 1
+    active = float(np.mean(evaluation.statistics.active_experts))
+    return config.moe.num_experts if method.choice_type is SoftChoice else active, active
 
 
 def _row(result, split, batch_size):

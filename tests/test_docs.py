@@ -1,7 +1,8 @@
-"""What README.md and CONTRIBUTING.md show is run: their Python, and the names in their commands.
+"""What the documents show is run: their Python, and the names in their commands.
 
 The ```python blocks of one file share a namespace, as if typed one after the other, and functions
-named test_* that they define are called. Commands are the lines of ```bash blocks.
+named test_* that they define are called. Commands are the lines of ```bash blocks. What
+docs/routers.md says of every router is compared with the registry.
 """
 
 import functools
@@ -11,13 +12,32 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
 import pytest
 
 from moe_jax.config import parse_command_line
-from moe_jax.routing import ROUTERS
+from moe_jax.routing import (
+    ROUTERS,
+    ExpertChoice,
+    ExpertMerge,
+    RouterInputs,
+    SoftChoice,
+    TokenChoice,
+    default_arguments,
+    make_router,
+)
 
 ROOT = Path(__file__).resolve().parents[1]
-DOCUMENTS = ("README.md", "CONTRIBUTING.md")
+ROUTERS_PAGE = "docs/routers.md"
+DOCUMENTS = ("README.md", "CONTRIBUTING.md", ROUTERS_PAGE)
+# What the column "causal" says of Router.sees_future, and the column "choice" of choice_type.
+CAUSAL = {
+    "never": "yes",
+    "training": "training sees the batch; evaluation is causal",
+    "always": "no",
+}
+CHOICES = {TokenChoice: "token", ExpertChoice: "expert", SoftChoice: "soft", ExpertMerge: "merge"}
 FILE = re.compile(r"(?:[\w.-]+/)*[\w.-]+\.(?:py|txt|lock|toml|cfg|md|ipynb|cff|sh)")
 FOLDER = re.compile(r"(?:\.ci|configs|docs|experiments|benchmarks|labs|moe_jax|notebooks|tests)/.*")
 
@@ -61,6 +81,52 @@ def module_commands(name):
                 yield place, words[i + 1], words[i + 2 :]
 
 
+def links(name):
+    """Targets, relative to the document, of its pictures and of its links to files."""
+    text = (ROOT / name).read_text(encoding="utf-8")
+    text = re.sub(r"^ *```.*?^ *```$", "", text, flags=re.MULTILINE | re.DOTALL)
+    found = re.findall(r"\]\(([^()\s]+)\)", text)
+    return [target.partition("#")[0] for target in found if not target.startswith(("http", "#"))]
+
+
+def section(name, router):
+    """The lines under the heading ### router, down to the next heading."""
+    text = (ROOT / name).read_text(encoding="utf-8")
+    found = re.search(rf"^### {router}\n(.*?)(?=^##|\Z)", text, re.MULTILINE | re.DOTALL)
+    assert found, f"{name}: no section '### {router}'"
+    return found[1]
+
+
+def bullet(text, title):
+    """The text of the list item "- **title**: ..." of a section, on one line."""
+    found = re.search(rf"^- \*\*{title}\*\*:(.*?)(?=^- |^```|\Z)", text, re.MULTILINE | re.DOTALL)
+    assert found, f"no item '- **{title}**:' in {text!r}"
+    return " ".join(found[1].split())
+
+
+def parsed(text):
+    """What a config reads from a text."""
+    words = {"true": True, "false": False, "None": None}
+    return words[text] if text in words else float(text)
+
+
+def names_in(cell):
+    """The `names` in a cell of a table."""
+    return set(re.findall(r"`(\w+)`", cell))
+
+
+def declarations(method):
+    """The names of what a router learns, of its state and of its own losses in training."""
+
+    def use(key):
+        weights = {name: jnp.zeros(weight.shape) for name, weight in method.weights(4, 8).items()}
+        state = method.state(key, weights, 8)
+        inputs = RouterInputs(jnp.zeros((16, 4)), None, jnp.zeros(16, jnp.int32), key)
+        return weights, state, method.route(inputs, weights, state).losses
+
+    return jax.eval_shape(use, jax.random.key(0))
+
+
 @functools.cache
 def help_of(module):
     command = [sys.executable, "-m", module, "--help"]
@@ -77,7 +143,7 @@ def registry():
 
 
 @pytest.mark.parametrize("name", DOCUMENTS)
-def test_python_runs(name, registry, monkeypatch, tmp_path):
+def test_python_runs(name, registry, quick_compilation, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)  # what an example writes is not left in the repository
     namespace = {"__name__": "__document__"}
     for first, source in blocks(name, "python"):
@@ -124,3 +190,43 @@ def test_training_commands_are_valid(name, monkeypatch):
     for _, module, arguments in module_commands(name):
         if module == "moe_jax.train":
             parse_command_line(arguments, usage="")  # ConfigError names what is wrong
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_pictures_and_linked_files_exist(name):
+    for target in links(name):
+        assert ((ROOT / name).parent / target).exists(), f"{name}: {target} does not exist"
+
+
+@pytest.mark.parametrize("router", sorted(ROUTERS))
+def test_every_router_has_a_section(router):
+    text = section(ROUTERS_PAGE, router)
+    for title in ("Source", "Learned", "Configured", "State", "Losses", "Cost", "Causal"):
+        assert bullet(text, title), f"{router}: nothing under {title}"
+    documented = re.findall(r"`(\w+)=([^`]+)`", bullet(text, "Configured"))
+    defaults = {argument: parsed(default) for argument, default in documented}
+    assert defaults == default_arguments()[router]
+    shown = re.findall(r"^```bash\n(.+)\n```$", text, re.MULTILINE)
+    assert len(shown) == 1 and f"--config.router={router} " in shown[0] + " "
+    leaks = make_router(router, k=2).sees_future == "always"
+    assert leaks == ("--config.moe.allow_future_leak=true" in shown[0])
+
+
+def test_no_section_is_of_an_unknown_router():
+    headings = re.findall(r"^### (.+)$", (ROOT / ROUTERS_PAGE).read_text(), re.MULTILINE)
+    assert sorted(headings) == sorted(ROUTERS)
+
+
+def test_the_summary_of_routers_is_what_they_are():
+    text = (ROOT / ROUTERS_PAGE).read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `(\w+)` \| (.*) \|$", text, re.MULTILINE)
+    assert sorted(router for router, _ in rows) == sorted(ROUTERS)
+    for router, row in rows:
+        choice, learned, state, losses, balance, z, causal = row.split(" | ")
+        method = make_router(router, k=2)
+        assert choice == CHOICES[method.choice_type], router
+        assert causal == CAUSAL[method.sees_future], router
+        weights = [None if cell == "-" else float(cell) for cell in (balance, z)]
+        assert weights == list(method.default_losses), router
+        declared = tuple(set(names) for names in declarations(method))
+        assert tuple(map(names_in, (learned, state, losses))) == declared, router

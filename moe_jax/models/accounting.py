@@ -51,31 +51,31 @@ class ForwardFlops(NamedTuple):
         return sum(self)
 
 
-def count_parameters(params: dict, k: int) -> ParameterCount:
+def count_parameters(params: dict, k: float) -> ParameterCount:
     """Counts all parameters, and those that one token uses.
 
     Args:
       params: nested dict of arrays or shapes.
-      k: experts per token; anything if there are no experts.
+      k: experts per token, on average where it varies; anything if there are no experts.
 
     Raises:
-      ValueError: there are experts and k is not in 1..E.
+      ValueError: there are experts and k is not in (0, E].
     """
     leaves = _leaves(params)
     total = sum(leaf.size for _, leaf in leaves)
     return ParameterCount(total, sum(_active_size(path, leaf, k) for path, leaf in leaves))
 
 
-def forward_flops_per_token(params: dict, k: int, sequence_length: int) -> ForwardFlops:
+def forward_flops_per_token(params: dict, k: float, sequence_length: int) -> ForwardFlops:
     """Arithmetic of the forward pass per token.
 
     Args:
       params: nested dict of arrays or shapes of a LanguageModel.
-      k: experts per token; anything if there are no experts.
+      k: experts per token, on average where it varies; anything if there are no experts.
       sequence_length: S.
 
     Raises:
-      ValueError: there are experts and k is not in 1..E.
+      ValueError: there are experts and k is not in (0, E].
     """
     flops = dict.fromkeys(ForwardFlops._fields, 0)
     for path, leaf in _leaves(params):
@@ -106,9 +106,9 @@ def _active_size(path, leaf, k):
         return leaf.size
     # From the right, since scanned layers add an axis on the left.
     num_experts = leaf.shape[-3] if path[-1].startswith("w_") else leaf.shape[-2]
-    if not 1 <= k <= num_experts:
-        raise ValueError(f"k: got {k}; allowed: 1..{num_experts} (the number of experts)")
-    return leaf.size // num_experts * k
+    if not 0 < k <= num_experts:
+        raise ValueError(f"k: got {k}; allowed: 0 < k <= {num_experts} (the number of experts)")
+    return round(leaf.size / num_experts * k)
 
 
 def _leaves(params):

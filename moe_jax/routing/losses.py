@@ -153,7 +153,7 @@ def boundary_loss(
 
     A is the mean number of experts with z_i > z_[k] - epsilon, the k best included, and is not
     differentiated: the gradient on epsilon is weight * (A - target), which shrinks the margin while
-    too many are active. Source: smooth sparse mixture of experts; its released code has
+    too many are active. Source: Tran Huu et al. 2026 (arXiv:2606.19036); their released code has
     weight = 0.01 times the number of tokens.
 
     Args:
@@ -186,7 +186,7 @@ def relu_l1_loss(
 ) -> jax.Array:
     """weight * E / (T^2 k) * sum_e (sum_t gate) (number of tokens with a gate), ReMoE's loss.
 
-    The number of tokens is not differentiated. Source: ReMoE (Wang et al. 2025), eq. 10.
+    The number of tokens is not differentiated. Source: ReMoE (Wang et al. 2025, arXiv:2412.14711).
 
     Args:
       gates: f32[T, E], >= 0; 0 at invalid tokens.
@@ -212,7 +212,7 @@ def adapt_l1_weight(
 ) -> jax.Array:
     """The weight of ``relu_l1_loss`` for the next step: larger while too many experts are active.
 
-    Source: ReMoE, eq. 9.
+    Source: ReMoE (Wang et al. 2025).
 
     Args:
       weight: f32[...].

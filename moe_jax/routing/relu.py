@@ -24,7 +24,7 @@ def relu_gate(
 ) -> TokenChoice:
     """Every expert of positive logit, with the logit as its gate.
 
-    Source: ReMoE (Wang et al. 2025, arXiv:2412.14711), eq. 6. The gates are used raw.
+    Source: ReMoE (Wang et al. 2025, arXiv:2412.14711). The gates are used raw.
 
     Args:
       logits: float[T, E]; cast to float32.

@@ -32,8 +32,9 @@ def smooth_top_k(
     u_i > 0 and its gate is the softmax over the active of z_i + h(u_i), where
     h(u) = log(u^a / (u^a + (1 - u)^b)) for u < 1 and 0 from there on. The gate is continuous in the
     logits; it is not differentiable everywhere for any a, b, since z_[k] has a kink at ties. The
-    limit epsilon -> 0 is ``top_k_softmax``. Source: smooth sparse mixture of experts; its released
-    code has a = 1, b = 50, and keeps one active expert too few, which is not repeated here.
+    limit epsilon -> 0 is ``top_k_softmax``. Source: Tran Huu et al. 2026 (arXiv:2606.19036),
+    section 6; their released code has a = 1, b = 50, and keeps one active expert too few, which is
+    not repeated here.
 
     Args:
       logits: float[T, E]; cast to float32.

@@ -64,7 +64,7 @@ def entropy_loss(probs: jax.Array, *, valid: jax.Array | None = None) -> jax.Arr
     """Mean over valid tokens of the entropy of probs f32[T, E], in nats.
 
     Without it a router can make every expert active by spreading its probability. Source: Huang et
-    al. 2024, eq. 6.
+    al. 2024 (arXiv:2403.07652).
     """
     valid = check_valid(valid, probs.shape[0])
     entropy = -jnp.sum(probs * jnp.log(jnp.where(probs > 0, probs, 1.0)), axis=-1)

@@ -133,5 +133,5 @@ def test_flops_are_those_of_the_traced_program(fields):
 def test_k_out_of_range_is_refused(k):
     params = shapes(model(moe=moe))
     for count in (count_parameters, lambda p, k: forward_flops_per_token(p, k, 6)):
-        with pytest.raises(ValueError, match=f"k: got {k}; allowed: 1..8"):
+        with pytest.raises(ValueError, match=f"k: got {k}; allowed: 0 < k <= 8"):
             count(params, k)

@@ -156,3 +156,18 @@ def test_a_choice_on_disk(tmp_path):
 def test_a_choice_of_another_model_is_refused():
     with pytest.raises(ValueError, match=r"chosen: got shape \(3, 12, 2\); allowed: \[2, ...\]"):
         replay_choice(variables_of("softmax_top_k"), jnp.zeros((3, 12, 2), jnp.int32))
+
+
+@pytest.mark.parametrize("name", sorted(ROUTERS))
+def test_who_sees_later_tokens(name):
+    """The last token moves earlier outputs where the router says so, and only there."""
+    lm, variables = model(name), variables_of(name)
+    apply = jax.jit(lm.apply)
+    other = TOKENS.copy()
+    other[:, -1] = (other[:, -1] + 1) % V
+    before, after = apply(variables, TOKENS)[0], apply(variables, other)[0]
+    assert (before[:, -1] != after[:, -1]).any()
+    if make_router(name, k=2).sees_future == "always":
+        assert (np.abs(before - after)[:, :-1] > 1e-5).any()
+    else:
+        np.testing.assert_allclose(before[:, :-1], after[:, :-1], atol=1e-6)
