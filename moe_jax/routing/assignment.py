@@ -21,8 +21,8 @@ from moe_jax.routing.types import TokenChoice, check_count, check_logits, expert
 # after 20. Training makes logits larger, so what suffices at its start would not for long.
 SINKHORN_ITERATIONS = 20
 
-# Sweeps of ``balancing_prices``. Measured: further ones take longer than the moves that they save.
-MAX_SWEEPS = 3
+# Sweeps of ``_balancing_prices``. Measured: further ones take longer than the moves that they save.
+_MAX_SWEEPS = 3
 
 
 def base_assignment(
@@ -60,16 +60,16 @@ def base_assignment(
     logits, valid = check_logits(logits, valid)
     k = check_count("k", k, logits.shape[1], "the number of experts")
     if chosen is not None:
-        return sigmoid_gates(logits, *select(logits, k, valid, chosen), valid)
+        return _sigmoid_gates(logits, *select(logits, k, valid, chosen), valid)
 
     def assign(taken, _):
         allowed = jnp.where(taken, -jnp.inf, jax.lax.stop_gradient(logits))
-        return taken | mark(balanced_experts(allowed, valid), logits.shape[1]), None
+        return taken | _mark(_balanced_experts(allowed, valid), logits.shape[1]), None
 
     # -inf in the round's logits and not in these: an expert that a token has had before.
     nothing = jnp.zeros(logits.shape, bool)
     taken, _ = jax.lax.scan(assign, nothing, length=k)
-    return sigmoid_gates(logits, *select(jnp.where(taken, logits, -jnp.inf), k, valid), valid)
+    return _sigmoid_gates(logits, *select(jnp.where(taken, logits, -jnp.inf), k, valid), valid)
 
 
 def sinkhorn_plan(
@@ -95,7 +95,7 @@ def sinkhorn_plan(
     """
     logits, valid = check_logits(logits, valid)
     logits = jnp.where(valid[:, None], logits, -jnp.inf)
-    return masked_softmax(logits + column_scale(logits, iterations, valid), logits != -jnp.inf)
+    return masked_softmax(logits + _column_scale(logits, iterations, valid), logits != -jnp.inf)
 
 
 def sinkhorn(
@@ -131,8 +131,8 @@ def sinkhorn(
     if chosen is None:
         fixed = jnp.where(valid[:, None], jax.lax.stop_gradient(logits), -jnp.inf)
         # The log plan less a constant of each row: entries that underflow keep their order.
-        expert, _ = select(fixed + column_scale(fixed, iterations, valid), k, valid)
-        chosen, _ = select(jnp.where(mark(expert, logits.shape[1]), fixed, -jnp.inf), k, valid)
+        expert, _ = select(fixed + _column_scale(fixed, iterations, valid), k, valid)
+        chosen, _ = select(jnp.where(_mark(expert, logits.shape[1]), fixed, -jnp.inf), k, valid)
     return softmax_top_k(logits, k, valid=valid, chosen=chosen)
 
 
@@ -150,7 +150,7 @@ class BaseAssignment(Router):
             return base_assignment(logits, k=self.k, valid=inputs.valid, chosen=inputs.chosen)
         logits, valid = check_logits(logits, inputs.valid)
         k = check_count("k", self.k, logits.shape[1], "the number of experts")
-        return sigmoid_gates(logits, *select(logits, k, valid, inputs.chosen), valid)
+        return _sigmoid_gates(logits, *select(logits, k, valid, inputs.chosen), valid)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -174,7 +174,7 @@ class Sinkhorn(Router):
         return sinkhorn(logits, self.k, iterations=self.iterations, **others)
 
 
-def sigmoid_gates(
+def _sigmoid_gates(
     logits: jax.Array, expert: jax.Array, used: jax.Array, valid: jax.Array
 ) -> TokenChoice:
     """The choice of expert i32[T, K], where used bool[T, K], with gate sigmoid(logit)."""
@@ -184,13 +184,13 @@ def sigmoid_gates(
     return TokenChoice(expert, gate, logits, probs)
 
 
-def mark(expert: jax.Array, num_experts: int) -> jax.Array:
+def _mark(expert: jax.Array, num_experts: int) -> jax.Array:
     """bool[T, E], True for the experts in i32[T] or i32[T, K]; an empty slot marks nothing."""
     expert = expert.reshape(expert.shape[0], -1)
     return jnp.any(expert[:, :, None] == jnp.arange(num_experts), axis=1)
 
 
-def column_scale(logits: jax.Array, iterations: int, valid: jax.Array) -> jax.Array:
+def _column_scale(logits: jax.Array, iterations: int, valid: jax.Array) -> jax.Array:
     """Logarithm of the factors f32[E] that balance exp(logits), whose invalid rows are -inf."""
     iterations = check_count("iterations", iterations, 10_000, "more change nothing in float32")
     share = jnp.log(jnp.sum(valid) / logits.shape[1])
@@ -207,7 +207,7 @@ def column_scale(logits: jax.Array, iterations: int, valid: jax.Array) -> jax.Ar
     return jax.lax.fori_loop(1, iterations, iterate, first)[0]
 
 
-class Problem(NamedTuple):
+class _Problem(NamedTuple):
     """An assignment problem in which every expert takes exactly ``capacity`` rows.
 
     Fillers, to which all experts are alike, make the number of rows a multiple of E.
@@ -225,15 +225,15 @@ class Problem(NamedTuple):
     tolerance: jax.Array
 
 
-def balanced_experts(logits: jax.Array, valid: jax.Array) -> jax.Array:
+def _balanced_experts(logits: jax.Array, valid: jax.Array) -> jax.Array:
     """The experts i32[T] of the balanced assignment of largest total; E for invalid tokens.
 
     Prices first, which most often leave a few tokens too many or none; the exact method of
     successive shortest paths moves those.
     """
-    problem = make_problem(logits, valid)
-    prices = balancing_prices(problem)
-    expert = settle_ties(problem, prices)
+    problem = _make_problem(logits, valid)
+    prices = _balancing_prices(problem)
+    expert = _settle_ties(problem, prices)
     num_experts = logits.shape[1]
     load = expert_counts(expert, num_experts)
     most = problem.scores.shape[0]  # a move fills one place, so more cannot be needed
@@ -244,15 +244,15 @@ def balanced_experts(logits: jax.Array, valid: jax.Array) -> jax.Array:
 
     def move(carry):
         expert, load, moves = carry
-        start, end, successor = cheapest_path(problem, expert, load)
-        expert = move_along(problem, expert, start, end, successor)
+        start, end, successor = _cheapest_path(problem, expert, load)
+        expert = _move_along(problem, expert, start, end, successor)
         return expert, load.at[start].add(-1).at[end].add(1), moves + 1
 
     expert, _, _ = jax.lax.while_loop(unbalanced, move, (expert, load, jnp.int32(0)))
     return expert[: logits.shape[0]]
 
 
-def make_problem(logits: jax.Array, valid: jax.Array) -> Problem:
+def _make_problem(logits: jax.Array, valid: jax.Array) -> _Problem:
     """The problem of logits f32[T, E], where -inf is worse than any way around it."""
     num_experts = logits.shape[1]
     number = jnp.sum(valid, dtype=jnp.int32)
@@ -266,7 +266,7 @@ def make_problem(logits: jax.Array, valid: jax.Array) -> Problem:
     # A constant per row changes no choice; without it differences are resolved better.
     scores = scores - jnp.max(scores, axis=1, keepdims=True)
     spread = -jnp.min(scores, initial=0.0, where=finite)
-    return Problem(
+    return _Problem(
         jnp.concatenate([scores, jnp.zeros((num_experts, num_experts))]),
         jnp.concatenate([valid, jnp.arange(num_experts) < capacity * num_experts - number]),
         capacity,
@@ -274,7 +274,7 @@ def make_problem(logits: jax.Array, valid: jax.Array) -> Problem:
     )
 
 
-def balancing_prices(problem: Problem) -> jax.Array:
+def _balancing_prices(problem: _Problem) -> jax.Array:
     """Prices f32[E] at which the rows' best experts, by score less price, are nearly balanced.
 
     Coordinate descent on the dual: expert by expert, the price at which just ``capacity`` rows
@@ -295,13 +295,13 @@ def balancing_prices(problem: Problem) -> jax.Array:
 
     def unbalanced(carry):
         prices, sweeps = carry
-        load = expert_counts(best_expert(problem, prices), num_experts)
-        return jnp.any(load > problem.capacity) & (sweeps < MAX_SWEEPS)
+        load = expert_counts(_best_expert(problem, prices), num_experts)
+        return jnp.any(load > problem.capacity) & (sweeps < _MAX_SWEEPS)
 
     return jax.lax.while_loop(unbalanced, sweep, (jnp.zeros(num_experts), jnp.int32(0)))[0]
 
 
-def best_expert(problem: Problem, prices: jax.Array) -> jax.Array:
+def _best_expert(problem: _Problem, prices: jax.Array) -> jax.Array:
     """Each row's best expert i32[N] by score less price, E for rows that are not active.
 
     No other assignment of the same load has a larger total: the prices of a load are a constant.
@@ -310,15 +310,15 @@ def best_expert(problem: Problem, prices: jax.Array) -> jax.Array:
     return jnp.where(problem.active, best, problem.scores.shape[1]).astype(jnp.int32)
 
 
-def settle_ties(problem: Problem, prices: jax.Array) -> jax.Array:
-    """``best_expert``, but rows to which other experts are as good leave those that overflow.
+def _settle_ties(problem: _Problem, prices: jax.Array) -> jax.Array:
+    """``_best_expert``, but rows to which other experts are as good leave those that overflow.
 
     Without it equal tokens, or a router that starts at zero, would need a path for each row.
     """
     num_experts = problem.scores.shape[1]
     gain = problem.scores - prices
     as_good = gain >= jnp.max(gain, axis=1, keepdims=True) - problem.tolerance
-    expert = best_expert(problem, prices)
+    expert = _best_expert(problem, prices)
 
     def unbalanced(carry):
         _, load, row = carry
@@ -337,7 +337,7 @@ def settle_ties(problem: Problem, prices: jax.Array) -> jax.Array:
     return jax.lax.while_loop(unbalanced, settle, start)[0]
 
 
-def cheapest_path(problem: Problem, expert: jax.Array, load: jax.Array):
+def _cheapest_path(problem: _Problem, expert: jax.Array, load: jax.Array):
     """The cheapest path from an expert that overflows to one with room.
 
     Bellman-Ford from all overflowing experts at once. An edge from e to f costs what the row of e
@@ -382,7 +382,7 @@ def cheapest_path(problem: Problem, expert: jax.Array, load: jax.Array):
     return start, end, successor
 
 
-def move_along(problem: Problem, expert: jax.Array, start, end, successor) -> jax.Array:
+def _move_along(problem: _Problem, expert: jax.Array, start, end, successor) -> jax.Array:
     """The experts after each expert of the path has passed its cheapest row on."""
 
     def step(carry):

@@ -124,7 +124,7 @@ class DroppedOnes(nn.Module):
     """A feed-forward module that shows its dropout mask: 0 or 2, whatever comes in."""
 
     @nn.compact
-    def __call__(self, x, *, valid=None, deterministic=True):
+    def __call__(self, x, *, valid=None, token_ids=None, deterministic=True):
         return nn.Dropout(0.5)(jnp.ones_like(x), deterministic=deterministic), None
 
 
@@ -133,7 +133,9 @@ def test_remat_recomputes_with_the_same_dropout_and_routing(random_params):
     params = random_params(model(**fields), TOKENS)["params"]
 
     def loss(params, remat):
-        arguments = dict(deterministic=False, rngs={"dropout": jax.random.key(0)})
+        arguments = dict(
+            deterministic=False, rngs={"dropout": jax.random.key(0), "router": jax.random.key(1)}
+        )
         logits, info = model(**fields, remat=remat).apply({"params": params}, TOKENS, **arguments)
         return jnp.mean(logits**2), info.routing.expert
 
@@ -156,7 +158,7 @@ def test_scanned_layers_draw_different_dropout_masks(random_params):
 
     @jax.jit
     def forward(key):
-        arguments = dict(deterministic=False, rngs={"dropout": key})
+        arguments = dict(deterministic=False, rngs={"dropout": key, "router": key})
         return lm.apply({"params": params}, TOKENS % 8, **arguments)[0]
 
     logits = np.asarray(forward(jax.random.key(0)))

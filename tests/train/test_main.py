@@ -38,7 +38,7 @@ REFUSED = [
     ("--config.model.dropout=1", "config.model.dropout: got 1.0; allowed: 0 <= number < 1"),
     ("--config.model.glu=maybe", "config.model.glu: got 'maybe'; allowed: true, false"),
     ("--config.model=3", "config.model: a section; allowed: its fields model.width"),
-    ("--config.router=random", "config.router: got random; allowed: softmax_top_k, top_k_softmax"),
+    ("--config.router=random", "config.router: got random; allowed: base_assignment, cosine_top_k"),
     ("--config.data.tokenizer=word", "config.data.tokenizer: got word; allowed: bpe, byte"),
     ("--config.data.dataset=pile", "config.data.dataset: got pile; allowed: sotu"),
     ("--config.data.vocab_size=256", "config.data.vocab_size: got 256; allowed: 257..65535"),
