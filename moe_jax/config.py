@@ -475,6 +475,8 @@ def _check_router(run, refuse):
         refuse("moe.expert_dropout", f"0 with router {run.router}, which needs all its experts")
     if method.needs_token_ids and moe.input_jitter:
         refuse("moe.input_jitter", f"0 with router {run.router}, which does not look at its input")
+    if run.losses.load_balance_scope != "batch" and method.default_losses.load_balance is None:
+        refuse("losses.load_balance_scope", f"batch with router {run.router}, without such a loss")
     for name, default in method.default_losses._asdict().items():
         if default is None and run.losses[name]:
             refuse(f"losses.{name}", f"None or 0 with router {run.router}, which has no such loss")

@@ -239,6 +239,15 @@ ROUTER_ERRORS = [
         "router=sigmoid_top_k routers.sigmoid_top_k.num_groups=3",
         "config.routers.sigmoid_top_k.num_groups: got 3; allowed: divisors of 8",
     ),
+    (
+        "router=relu_gate routers.relu_gate.max_active=2",
+        "config.routers.relu_gate.max_active: got 2; allowed: 3..8",
+    ),
+    (
+        "router=smear moe.allow_future_leak=true losses.load_balance_scope=sequence",
+        "config.losses.load_balance_scope: got sequence; allowed: batch with router smear",
+    ),
+    ("router=sigmoid_top_k moe.expert_dropout=0.1", "allowed: 0 with router sigmoid_top_k"),
     ("router=relu_gate routers.relu_gate.factor=1", "config.routers.relu_gate.factor: got 1.0;"),
     ("router=sinkhorn routers.sinkhorn.iterations=0", "config.routers.sinkhorn.iterations: got 0;"),
     (

@@ -37,9 +37,9 @@ OTHER_TOKENS = 9
 _METHODS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "top_k_softmax": lambda z: dense_gates(top_k_softmax(z, 2)),
     "softmax_top_k": lambda z: dense_gates(softmax_top_k(z, 2)),
-    "temperature_top_k, 1/2": lambda z: dense_gates(softmax_top_k(z / 0.5, 2)),
+    "temperature_top_k, τ = 1/2": lambda z: dense_gates(softmax_top_k(z / 0.5, 2)),
     "sigmoid_top_k": lambda z: dense_gates(sigmoid_top_k(z, 2)),
-    "smooth_top_k, margin 1": lambda z: dense_gates(smooth_top_k(z, 2, 1.0)),
+    "smooth_top_k, ε = 1": lambda z: dense_gates(smooth_top_k(z, 2, 1.0)),
     "relu_gate": lambda z: dense_gates(relu_gate(z)),
     "top_p, mass 0.7": lambda z: dense_gates(top_p(z, 0.7)),
     "hash": lambda z: dense_gates(hash_route(jnp.arange(len(z)), z.shape[1], 2)),

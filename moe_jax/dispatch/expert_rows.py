@@ -67,6 +67,6 @@ def merged_moe(x, routing: ExpertMerge, experts, *, activation):
         return merged.astype(array.dtype)
 
     merged = jax.tree.map(merge, experts)
-    rows = x.reshape(groups, -1, x.shape[1])
+    rows = jnp.where(routing.valid[:, None], x, 0).reshape(groups, -1, x.shape[1])
     y = feed_forward(rows, merged, activation, jnp.matmul, lambda bias: bias[:, None])
     return jnp.where(routing.valid[:, None], y.reshape(x.shape), 0)

@@ -54,6 +54,9 @@ class Mlp(nn.Module):
         def linear(width: int, name: str, use_bias: bool):
             return nn.Dense(width, use_bias=use_bias, dtype=self.dtype, name=name)
 
+        if valid is not None:
+            # 0 * NaN is NaN: what stands at invalid places must not reach the gradient of a weight.
+            x = jnp.where(valid[..., None], x, 0)
         # As a matrix of rows: on CPU XLA takes twice as long over the gradient of [B, S, f].
         rows = x.reshape(-1, x.shape[-1])
         hidden = linear(self.width, "in", self.use_bias)(rows)

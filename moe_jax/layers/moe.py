@@ -98,10 +98,10 @@ class MoE(nn.Module):
           ValueError: num_shared_experts is negative, or a field has a value that ``method``,
             ``dispatch.capacity`` or ``dispatch.moe`` refuses.
         """
-        if self.num_shared_experts < 0:
-            raise ValueError(
-                f"MoE.num_shared_experts: got {self.num_shared_experts}; allowed: 0 or more"
-            )
+        self._check()
+        if valid is not None:
+            # 0 * NaN is NaN: what stands at invalid places must not reach the gradient of a weight.
+            x = jnp.where(valid[..., None], x, 0)
         tokens = x.reshape(-1, x.shape[-1])
         routed, report = self._route(tokens, x.shape[:-1], valid, token_ids, deterministic)
         experts = Experts(
@@ -144,6 +144,23 @@ class MoE(nn.Module):
             capacity=self._capacity(len(tokens)),
             deterministic=deterministic,
         )
+
+    def _check(self):
+        if not isinstance(self.method, routing.Router):
+            raise ValueError(
+                f"MoE.method: got {self.method!r}; allowed: a Router, such as"
+                ' make_router("softmax_top_k", k=2)'
+            )
+        if self.num_shared_experts < 0:
+            raise ValueError(
+                f"MoE.num_shared_experts: got {self.num_shared_experts}; allowed: 0 or more"
+            )
+        without = (routing.SoftChoice, routing.ExpertMerge)
+        if self.capacity_factor is not None and self.method.choice_type in without:
+            name = type(self.method).__name__
+            raise ValueError(
+                f"MoE.capacity_factor: got {self.capacity_factor}; allowed: None with {name}"
+            )
 
     def _capacity(self, num_tokens: int) -> int | None:
         if self.capacity_factor is None:

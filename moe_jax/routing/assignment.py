@@ -186,7 +186,7 @@ def _sigmoid_gates(
 
 def _mark(expert: jax.Array, num_experts: int) -> jax.Array:
     """bool[T, E], True for the experts in i32[T] or i32[T, K]; an empty slot marks nothing."""
-    expert = expert.reshape(expert.shape[0], -1)
+    expert = expert[:, None] if expert.ndim == 1 else expert
     return jnp.any(expert[:, :, None] == jnp.arange(num_experts), axis=1)
 
 

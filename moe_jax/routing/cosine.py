@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from moe_jax.routing.logits import cosine_logits
 from moe_jax.routing.router import Router, Weight, mask_experts
 from moe_jax.routing.token_choice import softmax_top_k
-from moe_jax.routing.types import check_number
+from moe_jax.routing.types import check_number, check_whole
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -32,7 +32,7 @@ class CosineTopK(Router):
     renormalize: bool = False
 
     def __post_init__(self):
-        check_number("projection_width", self.projection_width, at_least=1)
+        check_whole("projection_width", self.projection_width, at_least=1)
         check_number("initial_scale", self.initial_scale, above=0)
         check_number("highest_scale", self.highest_scale, at_least=self.initial_scale)
 

@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 
 from moe_jax.routing.router import CommonLosses, Routed, Router
-from moe_jax.routing.token_choice import router_probs
-from moe_jax.routing.types import ExpertChoice, check_count, check_logits
+from moe_jax.routing.token_choice import best, router_probs
+from moe_jax.routing.types import ExpertChoice, check_chosen, check_count, check_logits
 
 
 def expert_choice(
@@ -47,9 +47,13 @@ def expert_choice(
     # By the logarithm, since probabilities underflow to ties.
     score = jnp.where(logits == -jnp.inf, -jnp.inf, jax.nn.log_softmax(_finite(logits)))
     score = jnp.where(valid[:, None], score, -jnp.inf).T
-    token = jax.lax.top_k(score, capacity)[1] if chosen is None else chosen
-    place = jnp.minimum(token, num_tokens - 1)
-    used = (token < num_tokens) & (jnp.take_along_axis(score, place, axis=1) != -jnp.inf)
+    if chosen is None:
+        token = best(score, capacity)
+    else:
+        token = check_chosen(chosen, logits.shape[1], "expert")
+    place = jnp.clip(token, 0, num_tokens - 1)
+    inside = (token >= 0) & (token < num_tokens)
+    used = inside & (jnp.take_along_axis(score, place, axis=1) != -jnp.inf)
     gate = jnp.where(used, jnp.take_along_axis(probs.T, place, axis=1), 0.0)
     return ExpertChoice(jnp.where(used, token, num_tokens).astype(jnp.int32), gate, probs)
 

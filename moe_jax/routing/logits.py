@@ -11,8 +11,12 @@ import jax.numpy as jnp
 
 
 def linear_logits(x: jax.Array, w: jax.Array) -> jax.Array:
-    """x @ w: f32[..., E] from x float[..., d] and w f32[d, E]."""
-    return _matmul(x.astype(jnp.float32), w)
+    """x @ w: f32[..., E] from x float[..., d] and w f32[d, E].
+
+    Raises:
+      ValueError: shapes that do not fit.
+    """
+    return _matmul(jnp.asarray(x, jnp.float32), w)
 
 
 def cosine_logits(
@@ -30,12 +34,18 @@ def cosine_logits(
 
     Returns:
       f32[T, E], in [-scale, scale].
+
+    Raises:
+      ValueError: shapes that do not fit.
     """
-    projected = unit(_matmul(x.astype(jnp.float32), projection), axis=-1)
-    return scale * _matmul(projected, unit(expert_embedding.astype(jnp.float32), axis=0))
+    projected = unit(_matmul(jnp.asarray(x, jnp.float32), projection), axis=-1)
+    return scale * _matmul(projected, unit(jnp.asarray(expert_embedding, jnp.float32), axis=0))
 
 
 def _matmul(x, w):
+    w = jnp.asarray(w)
+    if x.ndim < 1 or w.ndim != 2 or x.shape[-1] != w.shape[0]:
+        raise ValueError(f"x, w: got shapes {x.shape}, {w.shape}; allowed: [..., d], [d, E]")
     return jnp.matmul(x, w.astype(jnp.float32), precision=jax.lax.Precision.HIGHEST)
 
 

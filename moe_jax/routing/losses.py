@@ -55,6 +55,9 @@ def load_balance_loss(
     Raises:
       ValueError: unknown ``per`` or ``choices``, ``valid`` not [T], G no divisor of T.
     """
+    if not hasattr(routing, "expert"):
+        name = type(routing).__name__
+        raise ValueError(f"routing: got {name}; allowed: TokenChoice, which has assignments")
     for name, value, allowed in (
         ("per", per, ("assignment", "token")),
         ("choices", choices, ("all", "first")),
@@ -197,6 +200,7 @@ def relu_l1_loss(
     Returns:
       f32[]; 0 without any valid token.
     """
+    gates = jnp.asarray(gates)
     num_tokens, num_experts = gates.shape
     valid = check_valid(valid, num_tokens)
     gates = jnp.where(valid[:, None], gates, 0.0)

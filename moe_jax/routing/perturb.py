@@ -122,6 +122,7 @@ class NoisyTopK(Router):
     importance_weight: float = 0.1
     load_weight: float = 0.1
 
+    can_leave_out_experts: ClassVar[bool] = False  # importance and load would ask for them
     # Importance and load take the place of the load-balance loss.
     default_losses: ClassVar[CommonLosses] = CommonLosses(load_balance=0.0, z=0.0)
 

@@ -53,7 +53,7 @@ class ReluGate(Router):
     """``relu_gate`` with an L1 loss whose weight adapts until k experts are active on average.
 
     Attributes:
-      max_active: as ``relu_gate`` takes it; below k experts the loss could never be satisfied.
+      max_active: as ``relu_gate`` takes it, more than k.
       initial_weight: of the loss, before the first step.
       factor: by which the weight grows or shrinks with every optimizer step.
     """
@@ -64,6 +64,16 @@ class ReluGate(Router):
 
     # The L1 loss is weighted by load, and so balances too.
     default_losses: ClassVar[CommonLosses] = CommonLosses(load_balance=0.0, z=0.0)
+
+    can_leave_out_experts: ClassVar[bool] = False  # they would count as sparsity
+
+    def check(self, num_experts):
+        super().check(num_experts)
+        if self.max_active is not None and self.k < num_experts and self.max_active <= self.k:
+            raise ValueError(
+                f"max_active: got {self.max_active}; allowed: {self.k + 1}..{num_experts} (more"
+                " than k, or too many active experts would never be seen)"
+            )
 
     def __post_init__(self):
         check_number("initial_weight", self.initial_weight, above=0)

@@ -4,6 +4,7 @@ Axis legend: T tokens, E experts, k choices, L layers.
 """
 
 import dataclasses
+import warnings
 from typing import ClassVar
 
 import jax
@@ -11,7 +12,7 @@ import jax.numpy as jnp
 
 from moe_jax.routing.losses import balance_bias
 from moe_jax.routing.router import CommonLosses, Router
-from moe_jax.routing.token_choice import masked_softmax, router_probs, select, take
+from moe_jax.routing.token_choice import best, masked_softmax, router_probs, select, take
 from moe_jax.routing.types import TokenChoice, check_count, check_logits, check_number
 
 
@@ -58,10 +59,17 @@ def sigmoid_top_k(
     if num_experts % check_count("num_groups", num_groups, num_experts, "the number of experts"):
         raise ValueError(f"num_groups: got {num_groups}; allowed: divisors of {num_experts} (E)")
     check_count("top_groups", top_groups, num_groups, "num_groups")
+    check_number("scale", scale, above=0)
     available = num_experts // num_groups * top_groups
     k = check_count("k", k, available, "the number of experts in top_groups groups")
     if bias is not None and jnp.shape(bias) != (num_experts,):
         raise ValueError(f"bias: got shape {jnp.shape(bias)}; allowed: {(num_experts,)}")
+    if k == 1 and renormalize:
+        warnings.warn(
+            "sigmoid_top_k with k=1: the renormalised gate is a constant, so the router gets no"
+            " gradient through the output; use renormalize=False.",
+            stacklevel=2,
+        )
     if chosen is None:
         scores = _selection_scores(jax.lax.stop_gradient(logits), bias, num_groups, top_groups)
         picked, used = select(scores, k, valid)
@@ -86,12 +94,12 @@ def _selection_scores(logits, bias, num_groups, top_groups):
     scores = jnp.where(logits == -jnp.inf, -jnp.inf, scores)
     if top_groups == num_groups:
         return scores
-    grouped = scores.reshape(num_tokens, num_groups, -1)
-    best = jax.lax.top_k(grouped, min(2, grouped.shape[-1]))[0]
+    grouped = scores.reshape(num_tokens, num_groups, num_experts // num_groups)
+    two = jax.lax.top_k(grouped, min(2, grouped.shape[-1]))[0]
     # A group of fewer live experts than two counts those that it has.
-    value = jnp.sum(jnp.where(best == -jnp.inf, 0.0, best), axis=-1)
-    value = jnp.where(best[..., 0] == -jnp.inf, -jnp.inf, value)
-    group = jax.lax.top_k(value, top_groups)[1]
+    value = jnp.sum(jnp.where(two == -jnp.inf, 0.0, two), axis=-1)
+    value = jnp.where(two[..., 0] == -jnp.inf, -jnp.inf, value)
+    group = best(value, top_groups)
     token = jnp.arange(num_tokens)[:, None]
     inside = jnp.zeros((num_tokens, num_groups), bool).at[token, group].set(True)
     return jnp.where(inside[..., None], grouped, -jnp.inf).reshape(scores.shape)
@@ -110,7 +118,7 @@ class SigmoidTopK(Router):
 
     Attributes:
       num_groups, top_groups, renormalize, scale: as ``sigmoid_top_k`` takes them.
-      bias_rate: by how much the bias of an expert moves per optimizer step; 0: never.
+      bias_rate: by how much the bias of an expert moves per optimizer step; 0: there is none.
     """
 
     num_groups: int = 1
@@ -119,6 +127,7 @@ class SigmoidTopK(Router):
     scale: float = 1.0
     bias_rate: float = 0.001
 
+    can_leave_out_experts: ClassVar[bool] = False  # their bias would rise meanwhile
     # The paper keeps a balance loss of this weight beside the bias, per sequence.
     default_losses: ClassVar[CommonLosses] = CommonLosses(load_balance=1e-4, z=0.0)
 
@@ -133,7 +142,8 @@ class SigmoidTopK(Router):
         return sigmoid_top_k(
             logits,
             self.k,
-            bias=state["bias"],
+            # Even a bias of 0 makes large logits tie, whose sigmoid is 1.
+            bias=state["bias"] if self.bias_rate else None,
             num_groups=self.num_groups,
             top_groups=self.top_groups,
             renormalize=self.renormalize,

@@ -94,9 +94,14 @@ def _margin(z, k, epsilon):
     kth = jax.lax.top_k(z, min(k, z.shape[1]))[0][:, -1:]
     alive = z != -jnp.inf
     gap = jnp.where(alive, z, 0.0) - jnp.where(kth == -jnp.inf, 0.0, kth)
-    # A learned margin may underflow to 0, and 0 / 0 would be NaN.
-    u = 1.0 + jnp.where(alive & (kth != -jnp.inf), gap, 0.0) / jnp.maximum(epsilon, 1e-30)
-    return u, alive & (u > 0)
+    gap = jnp.where(alive & (kth != -jnp.inf), gap, 0.0)
+    # A learned margin may underflow, and the gradient of gap / epsilon is gap / epsilon^2: what is
+    # outside the margin, or above it, must not get there.
+    epsilon = jnp.maximum(epsilon, 1e-18)
+    fixed = jax.lax.stop_gradient(gap)
+    outside, above = fixed <= -jax.lax.stop_gradient(epsilon), fixed > 0
+    u = 1.0 + jnp.where(outside | above, 0.0, gap) / epsilon
+    return jnp.where(outside, 0.0, u), alive & ~outside
 
 
 def _fade(u, a, b):

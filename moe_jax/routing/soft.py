@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from moe_jax.routing.logits import linear_logits, unit
 from moe_jax.routing.router import CommonLosses, Routed, Router, Weight
 from moe_jax.routing.token_choice import masked_softmax, router_probs
-from moe_jax.routing.types import ExpertMerge, SoftChoice, check_logits, check_number, check_valid
+from moe_jax.routing.types import ExpertMerge, SoftChoice, check_logits, check_valid, check_whole
 
 
 def soft_moe_weights(
@@ -41,6 +41,7 @@ def soft_moe_weights(
     Raises:
       ValueError: shapes that do not fit.
     """
+    x, slots = jnp.asarray(x), jnp.asarray(slots)
     if jnp.ndim(x) != 2 or jnp.ndim(slots) != 3 or x.shape[1] != slots.shape[0]:
         raise ValueError(
             f"x, slots: got shapes {jnp.shape(x)}, {jnp.shape(slots)}; allowed: [T, d], [d, E, S]"
@@ -106,7 +107,7 @@ class SoftMoE(Router):
     choice_type: ClassVar[type] = SoftChoice
 
     def __post_init__(self):
-        check_number("slots_per_expert", self.slots_per_expert, at_least=1)
+        check_whole("slots_per_expert", self.slots_per_expert, at_least=1)
 
     def weights(self, width, num_experts):
         shape = (width, num_experts, self.slots_per_expert)

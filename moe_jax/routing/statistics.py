@@ -78,7 +78,11 @@ def routing_statistics(
       valid: bool[T], the tokens that count. None: all.
       logits: f32[T, E], for ``router_z``; needed for choices that have none of their own.
     """
-    logits = routing.logits if logits is None else logits
+    if logits is None:
+        if not hasattr(routing, "logits"):
+            name = type(routing).__name__
+            raise ValueError(f"logits: got None; allowed with {name}: f32[T, E]")
+        logits = routing.logits
     valid = check_valid(valid, routing.probs.shape[0])
     load, routed = _load(routing, valid)
     log_probs = jnp.log(jnp.where(routing.probs > 0, routing.probs, 1.0))

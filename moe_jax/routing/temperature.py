@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from moe_jax.routing.router import Router
 from moe_jax.routing.token_choice import softmax_top_k
-from moe_jax.routing.types import check_number
+from moe_jax.routing.types import check_number, check_whole
 
 
 def power_iteration(w: jax.Array, v: jax.Array, *, steps: int = 1) -> tuple[jax.Array, jax.Array]:
@@ -120,8 +120,8 @@ class ScheduledTopK(Router):
     def __post_init__(self):
         check_number("target", self.target, above=0)
         check_number("minimum", self.minimum, above=0)
-        check_number("power_steps", self.power_steps, at_least=1)
-        check_number("warm_start_steps", self.warm_start_steps, at_least=1)
+        check_whole("power_steps", self.power_steps, at_least=1)
+        check_whole("warm_start_steps", self.warm_start_steps, at_least=1)
 
     def state(self, key, weights, num_experts):
         kernel = weights["kernel"]

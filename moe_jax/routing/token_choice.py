@@ -8,7 +8,7 @@ import warnings
 import jax
 import jax.numpy as jnp
 
-from moe_jax.routing.types import TokenChoice, check_count, check_logits
+from moe_jax.routing.types import TokenChoice, check_chosen, check_count, check_logits
 
 
 def top_k_softmax(
@@ -100,17 +100,23 @@ def select(
     Returns:
       expert i32[T, K], E where the slot is empty, and used bool[T, K], where it is not.
     """
-    num_experts = scores.shape[1]
-    if chosen is None:
-        chosen = jax.lax.top_k(scores, k)[1]
-    used = (chosen < num_experts) & (take(scores, chosen) != -jnp.inf) & valid[:, None]
+    num_tokens, num_experts = scores.shape
+    chosen = best(scores, k) if chosen is None else check_chosen(chosen, num_tokens, "token")
+    inside = (chosen >= 0) & (chosen < num_experts)
+    used = inside & (take(scores, chosen) != -jnp.inf) & valid[:, None]
     return jnp.where(used, chosen, num_experts).astype(jnp.int32), used
+
+
+def best(scores: jax.Array, k: int) -> jax.Array:
+    """Indices i32[..., k] of the k largest of the last axis; equal ones by lowest index."""
+    # top_k puts 0.0 before -0.0, which are equal.
+    return jax.lax.top_k(jnp.where(scores == 0, 0.0, scores), k)[1]
 
 
 def take(values: jax.Array, expert: jax.Array) -> jax.Array:
     """values [T, E] of the experts i32[T, K]; of an empty slot that of the last expert."""
     # An index of E would be out of range; what it reads is thrown away by all callers.
-    return jnp.take_along_axis(values, jnp.minimum(expert, values.shape[1] - 1), axis=-1)
+    return jnp.take_along_axis(values, jnp.clip(expert, 0, values.shape[1] - 1), axis=-1)
 
 
 def masked_softmax(logits: jax.Array, where: jax.Array) -> jax.Array:

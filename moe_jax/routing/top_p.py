@@ -66,6 +66,7 @@ def entropy_loss(probs: jax.Array, *, valid: jax.Array | None = None) -> jax.Arr
     Without it a router can make every expert active by spreading its probability. Source: Huang et
     al. 2024 (arXiv:2403.07652).
     """
+    probs = jnp.asarray(probs)
     valid = check_valid(valid, probs.shape[0])
     entropy = -jnp.sum(probs * jnp.log(jnp.where(probs > 0, probs, 1.0)), axis=-1)
     return jnp.sum(jnp.where(valid, entropy, 0.0)) / jnp.maximum(jnp.sum(valid), 1)

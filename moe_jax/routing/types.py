@@ -7,6 +7,7 @@ Axis legend (used in every module of the package):
 """
 
 import math
+import numbers
 from typing import NamedTuple
 
 import jax
@@ -112,9 +113,35 @@ def check_count(name: str, value: int, highest: int, what: str) -> int:
     Raises:
       ValueError: it is not.
     """
-    if isinstance(value, bool) or int(value) != value or not 1 <= value <= highest:
+    whole = isinstance(value, numbers.Integral) and not isinstance(value, bool)
+    if not whole or not 1 <= value <= highest:
         raise ValueError(f"{name}: got {value!r}; allowed: 1..{highest} ({what})")
     return int(value)
+
+
+def check_whole(name: str, value: int, *, at_least: int) -> None:
+    """Checks that ``value`` is a whole number >= at_least.
+
+    Raises:
+      ValueError: it is not.
+    """
+    whole = isinstance(value, numbers.Integral) and not isinstance(value, bool)
+    if not whole or value < at_least:
+        raise ValueError(f"{name}: got {value!r}; allowed: whole numbers >= {at_least}")
+
+
+def check_chosen(chosen: jax.Array, rows: int, name: str) -> jax.Array:
+    """A choice to be repeated, as i32[rows, any number]; ``name`` says what the rows are.
+
+    Raises:
+      ValueError: another shape, or no whole numbers.
+    """
+    chosen = jnp.asarray(chosen)
+    fits = chosen.ndim == 2 and chosen.shape[0] == rows
+    if not fits or not jnp.issubdtype(chosen.dtype, jnp.integer):
+        got = f"{chosen.dtype}{list(chosen.shape)}"
+        raise ValueError(f"chosen: got {got}; allowed: int[{rows}, slots], a row for each {name}")
+    return chosen.astype(jnp.int32)
 
 
 def check_number(
@@ -125,7 +152,8 @@ def check_number(
     Raises:
       ValueError: it is not.
     """
-    if not (math.isfinite(value) and value > above and value >= at_least):
+    number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    if not (number and math.isfinite(value) and value > above and value >= at_least):
         bound = f"> {above:g}" if above > -math.inf else f">= {at_least:g}"
         raise ValueError(f"{name}: got {value!r}; allowed: numbers {bound}")
 

@@ -38,7 +38,7 @@ def test_hard_gates_jump_where_the_two_experts_swap(curves):
 
 def test_smooth_gates_do_not(curves):
     # The line has steps of 0.05; nothing here has a slope beyond 1.
-    for name in ("smooth_top_k, margin 1", "relu_gate", "smear"):
+    for name in ("smooth_top_k, ε = 1", "relu_gate", "smear"):
         assert largest_step(curves[1][name]) < 0.06
 
 

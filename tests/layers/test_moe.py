@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from moe_jax.layers import Mlp, MoE
-from moe_jax.routing import LogitsRouter, TokenChoice, make_router
+from moe_jax.routing import ROUTERS, LogitsRouter, TokenChoice, make_router
 
 E, F, D, K = 4, 6, 5, 2
 top_2 = make_router("softmax_top_k", k=K)
@@ -261,3 +261,46 @@ def test_a_route_may_leave_every_slot_empty(random_params):
 def test_wrong_fields_are_refused(fields, message):
     with pytest.raises(ValueError, match=message):
         jax.eval_shape(layer(**fields).init, jax.random.key(0), jnp.zeros((3, D)))
+
+
+@pytest.mark.parametrize("name", sorted(ROUTERS))
+def test_nan_at_invalid_places_reaches_no_gradient(random_params, name):
+    moe = layer(method=make_router(name, k=K), num_shared_experts=1)
+    valid = jnp.arange(8) % 4 != 3
+    x, ids = normal(2, 8, D), jnp.arange(16).reshape(2, 8)
+    variables = random_variables(random_params, moe, x, ids)
+    state = {key: value for key, value in variables.items() if key != "params"}
+
+    @jax.jit
+    def gradients(params, x):
+        def loss(params, x):
+            both = jnp.broadcast_to(valid, (2, 8))
+            variables = state | {"params": params}
+            y, info = moe.apply(variables, x, valid=both, token_ids=ids)
+            return jnp.sum(y**2) + sum(jax.tree.leaves(info.losses), 0.0)
+
+        return jax.grad(loss, (0, 1))(params, x)
+
+    clean = gradients(variables["params"], jnp.where(valid[..., None], x, 0.0))
+    dirty = gradients(variables["params"], jnp.where(valid[..., None], x, jnp.nan))
+    jax.tree.map(np.testing.assert_array_equal, dirty, clean)
+
+
+def random_variables(random_params, moe, x, ids):
+    """Random weights, and the state that a method starts with."""
+    first = jax.jit(moe.init)(jax.random.key(0), x, token_ids=ids)
+    shapes = jax.eval_shape(moe.init, jax.random.key(0), x, token_ids=ids)
+    weights = random_params(lambda key: shapes["params"])
+    return first | {"params": weights}
+
+
+@pytest.mark.parametrize("method", ["softmax_top_k", print])
+def test_a_method_is_a_router(method):
+    with pytest.raises(ValueError, match="MoE.method: got .*; allowed: a Router, such as"):
+        jax.eval_shape(layer(method=method).init, jax.random.key(0), jnp.zeros((3, D)))
+
+
+def test_no_capacity_without_assignments():
+    moe = layer(method=make_router("smear", k=K), capacity_factor=1.0)
+    with pytest.raises(ValueError, match="MoE.capacity_factor: got 1.0; allowed: None with Smear"):
+        jax.eval_shape(moe.init, jax.random.key(0), jnp.zeros((3, D)))

@@ -416,3 +416,8 @@ class TestRouters:
         assert not (routed.choice.expert == 2).any()
         assert router.sees_future == "training"
         assert router.default_losses == CommonLosses(load_balance=0.0, z=0.0)
+
+
+def test_no_tokens_at_all():
+    assert base_assignment(jnp.zeros((0, 4)), k=2).expert.shape == (0, 2)
+    assert sinkhorn(jnp.zeros((0, 4)), 2).expert.shape == (0, 2)

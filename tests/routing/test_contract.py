@@ -93,6 +93,9 @@ NO_SET_LOGITS = {"hash": NO_LOGITS}
 LEAVES_OUT_NO_EXPERT = {
     "base_assignment": "balance counts all experts, so some tokens would be left without any",
     "hash": NO_LOGITS,
+    "noisy_top_k": "importance and load losses would ask for those left out",
+    "relu_gate": "those left out would count as sparsity, by which the loss adapts",
+    "sigmoid_top_k": "the bias of those left out would rise",
 }
 # What all-equal logits of 0.5 choose. Without an entry: the first k experts.
 AT_A_TIE = {

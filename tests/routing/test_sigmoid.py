@@ -200,3 +200,23 @@ class TestRouter:
         jax.tree.map(np.testing.assert_array_equal, first, second)
         np.testing.assert_allclose(state["bias"], [0.1, 0.0, -0.1, 0.0], rtol=1e-6)
         np.testing.assert_allclose(self.ROUTER.report(weights, state)["bias_span"], 0.2, rtol=1e-6)
+
+
+def test_no_tokens_at_all():
+    bias = jnp.zeros(4)
+    routing = sigmoid_top_k(jnp.zeros((0, 4)), 2, bias=bias, num_groups=2, top_groups=1)
+    assert routing.expert.shape == (0, 2)
+
+
+def test_without_a_rate_large_logits_keep_their_order():
+    # sigmoid(25) and sigmoid(30) are both 1 in float32, so a bias of zeros would tie them.
+    x = jnp.array([[20.0, 30.0, 25.0, 18.0]])
+    router = make_router("sigmoid_top_k", k=2, bias_rate=0.0)
+    weights = {"kernel": jnp.eye(4)}
+    state = router.state(jax.random.key(0), weights, 4)
+    assert router.route(RouterInputs(x), weights, state).choice.expert.tolist() == [[1, 2]]
+
+
+def test_one_renormalised_expert_is_warned_of():
+    with pytest.warns(UserWarning, match="sigmoid_top_k with k=1"):
+        sigmoid_top_k(jnp.zeros((2, 4)), 1)

@@ -275,3 +275,17 @@ class TestRouter:
         noisy = route(RouterInputs(x, key=key), weights, state).logits
         np.testing.assert_allclose(noisy, x + 0.5 * jax.random.normal(key, x.shape) / 5, rtol=1e-6)
         np.testing.assert_array_equal(route(RouterInputs(x), weights, state).logits, x)
+
+
+@pytest.mark.parametrize("eta", [-9.0, -45.0, -100.0])
+@pytest.mark.parametrize("stop_margin_gradient", [False, True])
+def test_a_margin_that_vanishes_has_no_nan(eta, stop_margin_gradient):
+    logits = jnp.array([[2.0, 1.0, 0.7, 0.2, -1.0], [1.0, 1.0, 1.0, 0.0, -1e4]])
+
+    def loss(eta, logits):
+        epsilon = jax.nn.softplus(eta)
+        routing = smooth_top_k(logits, 2, epsilon, stop_margin_gradient=stop_margin_gradient)
+        return jnp.sum(dense_gates(routing) * jnp.arange(5.0))
+
+    gradients = jax.jit(jax.grad(loss, argnums=(0, 1)))(eta, logits)
+    assert all(np.isfinite(gradient).all() for gradient in gradients)

@@ -253,3 +253,26 @@ def test_registry_names_the_allowed():
         make_router("topk", k=2)
     with pytest.raises(ValueError, match="got 'tau'; allowed: renormalize"):
         make_router("softmax_top_k", k=2, tau=1.0)
+
+
+@pytest.mark.parametrize("route", ["softmax_top_k", "top_k_softmax"])
+def test_both_zeros_are_equal(route):
+    """-0.0 and 0.0 tie, though a total order of floats has one before the other."""
+    routing = make_router(route, k=2)(jnp.array([[-0.0, 0.0, -0.0, 0.0]]))
+    assert routing.expert.tolist() == [[0, 1]]
+
+
+def test_a_stored_choice_that_does_not_fit():
+    logits = jnp.zeros((3, 4))
+    for chosen in (jnp.zeros((2, 2), jnp.int32), jnp.zeros(3, jnp.int32), jnp.zeros((3, 2))):
+        with pytest.raises(ValueError, match=r"chosen: got .*; allowed: int\[3, slots\]"):
+            softmax_top_k(logits, 2, chosen=chosen)
+    routing = softmax_top_k(logits, 2, chosen=[[0, -1], [4, 9], [1, 2]])
+    assert routing.expert.tolist() == [[0, 4], [4, 4], [1, 2]]
+    assert routing.gate.tolist() == [[0.25, 0], [0, 0], [0.25, 0.25]]
+
+
+@pytest.mark.parametrize("name", ["softmax_top_k", "top_k_softmax"])
+def test_no_tokens_at_all(name):
+    routing = make_router(name, k=2)(jnp.zeros((0, 4)))
+    assert routing.expert.shape == routing.gate.shape == (0, 2)
