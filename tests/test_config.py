@@ -248,6 +248,10 @@ ROUTER_ERRORS = [
         "config.losses.load_balance_scope: got sequence; allowed: batch with router smear",
     ),
     ("router=sigmoid_top_k moe.expert_dropout=0.1", "allowed: 0 with router sigmoid_top_k"),
+    (
+        "router=smooth_top_k routers.smooth_top_k.b=0",
+        "config.routers.smooth_top_k.b: got 0.0; allowed: numbers > 0",
+    ),
     ("router=relu_gate routers.relu_gate.factor=1", "config.routers.relu_gate.factor: got 1.0;"),
     ("router=sinkhorn routers.sinkhorn.iterations=0", "config.routers.sinkhorn.iterations: got 0;"),
     (

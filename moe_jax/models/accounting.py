@@ -59,7 +59,7 @@ def count_parameters(params: dict, k: float) -> ParameterCount:
       k: experts per token, on average where it varies; anything if there are no experts.
 
     Raises:
-      ValueError: there are experts and k is not in (0, E].
+      ValueError: there are experts and k is not in [0, E].
     """
     leaves = _leaves(params)
     total = sum(leaf.size for _, leaf in leaves)
@@ -75,7 +75,7 @@ def forward_flops_per_token(params: dict, k: float, sequence_length: int) -> For
       sequence_length: S.
 
     Raises:
-      ValueError: there are experts and k is not in (0, E].
+      ValueError: there are experts and k is not in [0, E].
     """
     flops = dict.fromkeys(ForwardFlops._fields, 0)
     for path, leaf in _leaves(params):
@@ -106,8 +106,8 @@ def _active_size(path, leaf, k):
         return leaf.size
     # From the right, since scanned layers add an axis on the left.
     num_experts = leaf.shape[-3] if path[-1].startswith("w_") else leaf.shape[-2]
-    if not 0 < k <= num_experts:
-        raise ValueError(f"k: got {k}; allowed: 0 < k <= {num_experts} (the number of experts)")
+    if not 0 <= k <= num_experts:
+        raise ValueError(f"k: got {k}; allowed: 0..{num_experts} (the number of experts)")
     return round(leaf.size / num_experts * k)
 
 

@@ -63,8 +63,8 @@ def smooth_top_k(
         raise ValueError(f"max_active: got {max_active}; allowed: {k}..{num_experts} (k..E)")
     if not isinstance(epsilon, jax.core.Tracer) and not epsilon > 0:
         raise ValueError(f"epsilon: got {epsilon}; allowed: numbers > 0")
-    if not (a > 0 and b > 0):
-        raise ValueError(f"a, b: got {a}, {b}; allowed: numbers > 0")
+    check_number("a", a, above=0)
+    check_number("b", b, above=0)
     if chosen is not None:
         slots = chosen.shape[1]
     expert, used = select(logits, slots, valid, chosen)

@@ -129,9 +129,19 @@ def test_flops_are_those_of_the_traced_program(fields):
     assert products(traced.jaxpr) == TOKENS.size * total
 
 
-@pytest.mark.parametrize("k", [0, 9])
+@pytest.mark.parametrize("k", [-1, 9])
 def test_k_out_of_range_is_refused(k):
     params = shapes(model(moe=moe))
     for count in (count_parameters, lambda p, k: forward_flops_per_token(p, k, 6)):
-        with pytest.raises(ValueError, match=f"k: got {k}; allowed: 0 < k <= 8"):
+        with pytest.raises(ValueError, match=f"k: got {k}; allowed: 0..8"):
             count(params, k)
+
+
+def test_a_number_of_experts_that_varies():
+    """Smooth and ReLU gates have so many experts per token on average."""
+    params = shapes(model(moe=moe))
+    two, three = (count_parameters(params, k).active for k in (2, 3))
+    assert count_parameters(params, 2.5).active == (two + three) / 2
+    flops = [forward_flops_per_token(params, k, 6).feed_forward for k in (2, 2.5, 3)]
+    assert flops[1] == (flops[0] + flops[2]) / 2
+    assert forward_flops_per_token(params, 0, 6).feed_forward == 0

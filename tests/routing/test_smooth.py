@@ -186,7 +186,7 @@ class TestActiveExperts:
     [
         (dict(epsilon=0.0), "epsilon: got 0.0; allowed: numbers > 0"),
         (dict(epsilon=float("nan")), "epsilon: got nan"),
-        (dict(epsilon=1.0, a=0.0), r"a, b: got 0.0, 2.0; allowed: numbers > 0"),
+        (dict(epsilon=1.0, a=0.0), r"a: got 0.0; allowed: numbers > 0"),
         (dict(epsilon=1.0, max_active=1), r"max_active: got 1; allowed: 2\.\.5"),
         (dict(epsilon=1.0, max_active=6), r"max_active: got 6; allowed: 1\.\.5"),
     ],
