@@ -10,26 +10,23 @@ import jax
 import jax.numpy as jnp
 
 from moe_jax.routing.logits import cosine_logits
-from moe_jax.routing.router import Router, Weight, mask_experts
-from moe_jax.routing.token_choice import softmax_top_k
+from moe_jax.routing.router import SoftmaxRouter, Weight, mask_experts
 from moe_jax.routing.types import check_number, check_whole
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class CosineTopK(Router):
+class CosineTopK(SoftmaxRouter):
     """``softmax_top_k`` of ``cosine_logits``, with a learned scale (Chi et al. 2022; GMoE).
 
     Attributes:
       projection_width: p.
       initial_scale: of the logits; the scale is learned as its logarithm,
       highest_scale: and stays below this.
-      renormalize: as ``softmax_top_k`` takes it.
     """
 
     projection_width: int = 256
     initial_scale: float = 2.0
     highest_scale: float = 100.0
-    renormalize: bool = False
 
     def __post_init__(self):
         check_whole("projection_width", self.projection_width, at_least=1)
@@ -51,15 +48,6 @@ class CosineTopK(Router):
             inputs.x, weights["projection"], weights["expert_embedding"], self._scale(weights)
         )
         return mask_experts(logits, inputs.expert_mask)
-
-    def choose(self, logits, inputs, weights, state):
-        return softmax_top_k(
-            logits,
-            self.k,
-            renormalize=self.renormalize,
-            valid=inputs.valid,
-            chosen=inputs.chosen,
-        )
 
     def report(self, weights, state):
         return {"scale": self._scale(weights)}

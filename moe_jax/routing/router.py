@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from moe_jax.routing.logits import linear_logits
+from moe_jax.routing.token_choice import softmax_top_k
 from moe_jax.routing.types import Choice, TokenChoice, check_count
 
 # Fedus et al. (2021, arXiv:2101.03961), section 2.4: truncated normal of variance 0.1/d. Small
@@ -215,6 +216,26 @@ class LogitsRouter(Router):
     def choose(self, logits, inputs, weights, state):
         others = {} if inputs.chosen is None else {"chosen": inputs.chosen}
         return self(logits, valid=inputs.valid, **others)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SoftmaxRouter(Router):
+    """Base of the routers that are ``softmax_top_k`` of logits of their own.
+
+    Attributes:
+      renormalize: as ``softmax_top_k`` takes it.
+    """
+
+    renormalize: bool = False
+
+    def choose(self, logits, inputs, weights, state):
+        return softmax_top_k(
+            logits,
+            self.k,
+            renormalize=self.renormalize,
+            valid=inputs.valid,
+            chosen=inputs.chosen,
+        )
 
 
 def mask_experts(logits: jax.Array, expert_mask: jax.Array | None) -> jax.Array:

@@ -11,8 +11,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from moe_jax.routing.router import Router
-from moe_jax.routing.token_choice import softmax_top_k
+from moe_jax.routing.router import SoftmaxRouter
 from moe_jax.routing.types import check_number, check_whole
 
 
@@ -69,16 +68,14 @@ def _matvec(w, v):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TemperatureTopK(Router):
+class TemperatureTopK(SoftmaxRouter):
     """``softmax_top_k`` of logits divided by a fixed temperature.
 
     Attributes:
       temperature: tau > 0.
-      renormalize: as ``softmax_top_k`` takes it.
     """
 
     temperature: float = 1.0
-    renormalize: bool = False
 
     def __post_init__(self):
         check_number("temperature", self.temperature, above=0)
@@ -86,18 +83,9 @@ class TemperatureTopK(Router):
     def logits(self, inputs, weights, state):
         return super().logits(inputs, weights, state) / self.temperature
 
-    def choose(self, logits, inputs, weights, state):
-        return softmax_top_k(
-            logits,
-            self.k,
-            renormalize=self.renormalize,
-            valid=inputs.valid,
-            chosen=inputs.chosen,
-        )
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ScheduledTopK(Router):
+class ScheduledTopK(SoftmaxRouter):
     """``softmax_top_k`` of logits over a temperature that follows the norm of the router's matrix.
 
     After every optimizer step, power iteration goes on from where it was and gives the temperature
@@ -108,14 +96,12 @@ class ScheduledTopK(Router):
       minimum: lowest temperature.
       power_steps: of power iteration per optimizer step.
       warm_start_steps: of power iteration before the first, without which the estimate is too low.
-      renormalize: as ``softmax_top_k`` takes it.
     """
 
     target: float = 4.0
     minimum: float = 0.25
     power_steps: int = 1
     warm_start_steps: int = 20
-    renormalize: bool = False
 
     def __post_init__(self):
         check_number("target", self.target, above=0)
@@ -131,15 +117,6 @@ class ScheduledTopK(Router):
 
     def logits(self, inputs, weights, state):
         return super().logits(inputs, weights, state) / state["temperature"]
-
-    def choose(self, logits, inputs, weights, state):
-        return softmax_top_k(
-            logits,
-            self.k,
-            renormalize=self.renormalize,
-            valid=inputs.valid,
-            chosen=inputs.chosen,
-        )
 
     def update(self, state, weights, observed):
         step = jax.vmap(lambda w, v: power_iteration(w, v, steps=self.power_steps))

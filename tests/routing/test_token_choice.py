@@ -33,7 +33,8 @@ def slow_route(logits, k, normalise_over_chosen, valid=None):
             continue
         order = sorted(range(num_experts), key=lambda e: (-logits[t, e], e))[:k]
         order = [e for e in order if logits[t, e] != -np.inf]
-        pool = order if normalise_over_chosen else range(num_experts)
+        alive = [e for e in range(num_experts) if logits[t, e] != -np.inf]
+        pool = order if normalise_over_chosen else alive
         top = max((logits[t, e] for e in pool), default=0.0)
         total = sum(np.exp(logits[t, e] - top) for e in pool)
         for slot, e in enumerate(order):
