@@ -71,6 +71,7 @@ VARIANTS = [
     Case("sigmoid_top_k", arguments=(("num_groups", 4), ("renormalize", False), ("top_groups", 2))),
     Case("smooth_top_k", training=True, arguments=(("noise", 4.0),)),
     Case("smooth_top_k", arguments=(("a", 1.0), ("b", 50.0), ("stop_margin_gradient", True))),
+    Case("softmax_top_k", arguments=(("renormalize", True),)),
     Case("top_p", arguments=(("max_active", 3), ("renormalize", True))),
 ]
 DEFAULTS = [Case(name) for name in sorted(ROUTERS)]
