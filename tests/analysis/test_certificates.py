@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from moe_jax.analysis.certificates import certified_radius, exact_radius, gate_lipschitz
+from moe_jax.analysis import certified_radius, exact_radius, gate_lipschitz
 
 W = jnp.array([[1.0, 0.0, -1.0], [0.0, 1.0, -1.0]])
 X = jnp.array([1.0, 0.2])

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from moe_jax.analysis.load import expected_drop_fraction
+from moe_jax.analysis import expected_drop_fraction
 
 
 @pytest.mark.parametrize(
