@@ -31,7 +31,7 @@ def soft_moe_weights(
 
     Args:
       x: float[T, d]; the logits are float32 from the product on.
-      slots: f32[d, E, S].
+      slots: f32[d, E, S], or [d, E] for one slot per expert.
       valid: bool[T]; invalid tokens are in no slot and take from none. None: all are valid.
       expert_mask: bool[E], experts whose slots take part. None: all.
 
@@ -42,6 +42,7 @@ def soft_moe_weights(
       ValueError: shapes that do not fit.
     """
     x, slots = jnp.asarray(x), jnp.asarray(slots)
+    slots = slots[:, :, None] if slots.ndim == 2 else slots
     if jnp.ndim(x) != 2 or jnp.ndim(slots) != 3 or x.shape[1] != slots.shape[0]:
         raise ValueError(
             f"x, slots: got shapes {jnp.shape(x)}, {jnp.shape(slots)}; allowed: [T, d], [d, E, S]"

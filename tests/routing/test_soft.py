@@ -160,3 +160,10 @@ class TestSmear:
         inputs = RouterInputs(jnp.zeros((6, 4)), chosen=jnp.zeros((6, 1), jnp.int32))
         with pytest.raises(ValueError, match="chosen: got a choice"):
             self.ROUTER.route(inputs, self.WEIGHTS, {})
+
+
+def test_a_matrix_is_one_slot_per_expert():
+    x, slots = jax.random.normal(jax.random.key(0), (5, 3)), jnp.arange(12.0).reshape(3, 4)
+    matrix, stack = soft_moe_weights(x, slots), soft_moe_weights(x, slots[:, :, None])
+    assert matrix.dispatch.shape == (5, 4, 1)
+    jax.tree.map(np.testing.assert_array_equal, matrix, stack)
