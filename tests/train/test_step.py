@@ -270,8 +270,10 @@ def test_the_bias_moves_once_per_step_by_the_whole_batch(tiny):
     )
 
 
-def test_remat_repeats_the_noise_of_the_forward_pass(tiny):
-    changes = {"router": "noisy_top_k", "moe.input_jitter": 0.1, "moe.expert_dropout": 0.2}
+@pytest.mark.parametrize("noise", ["input_jitter", "expert_dropout"])
+def test_remat_repeats_the_noise_of_the_forward_pass(tiny, noise):
+    router = {"input_jitter": "noisy_top_k", "expert_dropout": "softmax_top_k"}[noise]
+    changes = {"router": router, f"moe.{noise}": 0.2}
     batch = random_batch()
     plain, first = stepped(tiny(**changes), batch)
     again, second = stepped(tiny(**changes), batch)
