@@ -9,6 +9,7 @@ import json
 import math
 import re
 import runpy
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,7 +18,13 @@ from absl import flags
 from ml_collections import ConfigDict, config_dict, config_flags
 
 from moe_jax.dispatch import IMPLEMENTATIONS, PRIORITIES
-from moe_jax.routing import ExpertMerge, SoftChoice, default_arguments, make_router
+from moe_jax.routing import (
+    ConstantGateWarning,
+    ExpertMerge,
+    SoftChoice,
+    default_arguments,
+    make_router,
+)
 
 ACTIVATIONS = (
     "celu",
@@ -444,11 +451,6 @@ def _check_combination(run):
         refuse("moe.every", f"1..{model.num_layers} (model.num_layers)")
     if model.scan_layers and model.num_layers % moe.every:
         refuse("model.num_layers", f"multiples of {moe.every} (moe.every) with model.scan_layers")
-    if moe.k == 1 and run.router in ("top_k_softmax", "noisy_top_k"):
-        refuse("moe.k", f"2 or more with router {run.router}: a single renormalised gate is 1")
-    chooses_k = run.router != "top_p"  # which takes as many experts as it needs, whatever k is
-    if moe.k == 1 and chooses_k and run.routers.get(run.router).get("renormalize", False):
-        refuse(f"routers.{run.router}.renormalize", "false when moe.k is 1: the gate would be 1")
     _check_router(run, refuse)
 
 
@@ -457,7 +459,14 @@ def _check_router(run, refuse):
     moe, arguments = run.moe, run.routers.get(run.router)
     try:
         method = make_router(run.router, k=moe.k, **arguments)
-        method.check(moe.num_experts)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", ConstantGateWarning)
+            method.check(moe.num_experts)
+    except ConstantGateWarning:
+        if arguments.get("renormalize", False):
+            path = f"routers.{run.router}.renormalize"
+            refuse(path, f"false when moe.k is {moe.k}: the gate would be 1")
+        refuse("moe.k", f"2 or more with router {run.router}: a single renormalised gate is 1")
     except ValueError as error:
         # The messages start with the name of the argument.
         argument = str(error).partition(":")[0]

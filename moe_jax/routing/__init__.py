@@ -8,6 +8,7 @@ from moe_jax.routing.losses import (
     adapt_l1_weight,
     balance_bias,
     boundary_loss,
+    entropy_loss,
     importance_loss,
     load_balance_loss,
     load_loss,
@@ -37,9 +38,10 @@ from moe_jax.routing.statistics import (
 )
 from moe_jax.routing.temperature import power_iteration, scheduled_temperature
 from moe_jax.routing.token_choice import softmax_top_k, top_k_softmax
-from moe_jax.routing.top_p import entropy_loss, top_p
+from moe_jax.routing.top_p import top_p
 from moe_jax.routing.types import (
     Choice,
+    ConstantGateWarning,
     ExpertChoice,
     ExpertMerge,
     SoftChoice,
@@ -52,6 +54,7 @@ __all__ = [
     "ROUTERS",
     "Choice",
     "CommonLosses",
+    "ConstantGateWarning",
     "ExpertChoice",
     "ExpertMerge",
     "LoadStatistics",

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from moe_jax.routing.router import CommonLosses, Router
-from moe_jax.routing.token_choice import masked_softmax, select, softmax_top_k, take
+from moe_jax.routing.token_choice import masked_softmax, router_probs, select, softmax_top_k, take
 from moe_jax.routing.types import TokenChoice, check_count, check_logits, expert_counts
 
 # Measured, the worst of 40 draws with T >= 32 and T >= 4 E: columns of normal logits of standard
@@ -180,8 +180,7 @@ def _sigmoid_gates(
     """The choice of expert i32[T, K], where used bool[T, K], with gate sigmoid(logit)."""
     # Masked before the sigmoid as well: NaN of an invalid token must not reach the gradient.
     gate = jnp.where(used, jax.nn.sigmoid(jnp.where(used, take(logits, expert), 0.0)), 0.0)
-    probs = masked_softmax(logits, valid[:, None] & (logits != -jnp.inf))
-    return TokenChoice(expert, gate, logits, probs)
+    return TokenChoice(expert, gate, logits, router_probs(logits, valid))
 
 
 def _mark(expert: jax.Array, num_experts: int) -> jax.Array:

@@ -143,6 +143,18 @@ def z_loss(logits: jax.Array, *, valid: jax.Array | None = None) -> jax.Array:
     return jnp.sum(z * z) / jnp.maximum(jnp.sum(valid), 1)
 
 
+def entropy_loss(probs: jax.Array, *, valid: jax.Array | None = None) -> jax.Array:
+    """Mean over valid tokens of the entropy of probs f32[T, E], in nats.
+
+    Without it a router can make every expert active by spreading its probability. Source: Huang et
+    al. 2024 (arXiv:2403.07652).
+    """
+    probs = jnp.asarray(probs)
+    valid = check_valid(valid, probs.shape[0])
+    entropy = -jnp.sum(probs * jnp.log(jnp.where(probs > 0, probs, 1.0)), axis=-1)
+    return jnp.sum(jnp.where(valid, entropy, 0.0)) / jnp.maximum(jnp.sum(valid), 1)
+
+
 def boundary_loss(
     logits: jax.Array,
     k: int,

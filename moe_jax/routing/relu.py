@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from moe_jax.routing.losses import adapt_l1_weight, relu_l1_loss
 from moe_jax.routing.router import CommonLosses, Router
 from moe_jax.routing.token_choice import router_probs, select, take
-from moe_jax.routing.types import TokenChoice, check_count, check_logits, check_number, check_valid
+from moe_jax.routing.types import TokenChoice, check_logits, check_number, check_slots, check_valid
 
 
 def relu_gate(
@@ -41,8 +41,7 @@ def relu_gate(
     """
     logits, valid = check_logits(logits, valid)
     num_experts = logits.shape[1]
-    slots = num_experts if max_active is None else max_active
-    slots = check_count("max_active", slots, num_experts, "the number of experts")
+    slots = check_slots(max_active, num_experts)
     expert, used = select(jnp.where(logits <= 0, -jnp.inf, logits), slots, valid, chosen)
     gate = jnp.where(used, jax.nn.relu(take(logits, expert)), 0.0)
     return TokenChoice(expert, gate, logits, router_probs(logits, valid))

@@ -13,7 +13,13 @@ import jax.numpy as jnp
 from moe_jax.routing.losses import balance_bias
 from moe_jax.routing.router import CommonLosses, Router
 from moe_jax.routing.token_choice import best, masked_softmax, router_probs, select, take
-from moe_jax.routing.types import TokenChoice, check_count, check_logits, check_number
+from moe_jax.routing.types import (
+    ConstantGateWarning,
+    TokenChoice,
+    check_count,
+    check_logits,
+    check_number,
+)
 
 
 def sigmoid_top_k(
@@ -68,6 +74,7 @@ def sigmoid_top_k(
         warnings.warn(
             "sigmoid_top_k with k=1: the renormalised gate is a constant, so the router gets no"
             " gradient through the output; use renormalize=False.",
+            ConstantGateWarning,
             stacklevel=2,
         )
     if chosen is None:

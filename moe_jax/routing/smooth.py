@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from moe_jax.routing.losses import boundary_loss
 from moe_jax.routing.router import Router, Weight, mask_experts
 from moe_jax.routing.token_choice import masked_softmax, router_probs, select, take, top_k_softmax
-from moe_jax.routing.types import TokenChoice, check_count, check_logits, check_number
+from moe_jax.routing.types import TokenChoice, check_count, check_logits, check_number, check_slots
 
 
 def smooth_top_k(
@@ -57,8 +57,7 @@ def smooth_top_k(
     logits, valid = check_logits(logits, valid)
     num_experts = logits.shape[1]
     k = check_count("k", k, num_experts, "the number of experts")
-    slots = num_experts if max_active is None else max_active
-    slots = check_count("max_active", slots, num_experts, "the number of experts")
+    slots = check_slots(max_active, num_experts)
     if slots < k:
         raise ValueError(f"max_active: got {max_active}; allowed: {k}..{num_experts} (k..E)")
     if not isinstance(epsilon, jax.core.Tracer) and not epsilon > 0:

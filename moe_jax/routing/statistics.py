@@ -9,7 +9,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from moe_jax.routing.losses import z_loss
+from moe_jax.routing.losses import entropy_loss, z_loss
 from moe_jax.routing.types import (
     Choice,
     ExpertChoice,
@@ -85,14 +85,12 @@ def routing_statistics(
         logits = routing.logits
     valid = check_valid(valid, routing.probs.shape[0])
     load, routed = _load(routing, valid)
-    log_probs = jnp.log(jnp.where(routing.probs > 0, routing.probs, 1.0))
-    entropy = -jnp.sum(routing.probs * log_probs, axis=-1)
     tokens = jnp.maximum(jnp.sum(valid), 1)
     return RoutingStatistics(
         load,
         dropped,
         *load_statistics(load, dropped),
-        router_entropy=jnp.sum(jnp.where(valid, entropy, 0.0)) / tokens,
+        router_entropy=entropy_loss(routing.probs, valid=valid),
         router_z=z_loss(logits, valid=valid),
         active_experts=jnp.sum(load) / tokens,
         unrouted_fraction=jnp.sum(valid & ~routed) / tokens,

@@ -8,7 +8,13 @@ import warnings
 import jax
 import jax.numpy as jnp
 
-from moe_jax.routing.types import TokenChoice, check_chosen, check_count, check_logits
+from moe_jax.routing.types import (
+    ConstantGateWarning,
+    TokenChoice,
+    check_chosen,
+    check_count,
+    check_logits,
+)
 
 
 def top_k_softmax(
@@ -42,6 +48,7 @@ def top_k_softmax(
         warnings.warn(
             "top_k_softmax with k=1: the renormalised gate is the constant 1, so the router gets no"
             " gradient through the output; use softmax_top_k(renormalize=False) (Switch).",
+            ConstantGateWarning,
             stacklevel=2,
         )
     expert, used = select(logits, k, valid, chosen)

@@ -8,9 +8,10 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
+from moe_jax.routing.losses import entropy_loss
 from moe_jax.routing.router import Router
 from moe_jax.routing.token_choice import router_probs, select, take
-from moe_jax.routing.types import TokenChoice, check_count, check_logits, check_number, check_valid
+from moe_jax.routing.types import TokenChoice, check_logits, check_number, check_slots
 
 
 def top_p(
@@ -42,8 +43,7 @@ def top_p(
     """
     logits, valid = check_logits(logits, valid)
     num_experts = logits.shape[1]
-    slots = num_experts if max_active is None else max_active
-    slots = check_count("max_active", slots, num_experts, "the number of experts")
+    slots = check_slots(max_active, num_experts)
     if not 0 < mass <= 1:
         raise ValueError(f"mass: got {mass}; allowed: 0 < number <= 1")
     probs = router_probs(logits, valid)
@@ -58,18 +58,6 @@ def top_p(
         total = jnp.sum(gate, axis=-1, keepdims=True)
         gate = gate / jnp.where(total == 0, 1.0, total)
     return TokenChoice(expert, gate, logits, probs)
-
-
-def entropy_loss(probs: jax.Array, *, valid: jax.Array | None = None) -> jax.Array:
-    """Mean over valid tokens of the entropy of probs f32[T, E], in nats.
-
-    Without it a router can make every expert active by spreading its probability. Source: Huang et
-    al. 2024 (arXiv:2403.07652).
-    """
-    probs = jnp.asarray(probs)
-    valid = check_valid(valid, probs.shape[0])
-    entropy = -jnp.sum(probs * jnp.log(jnp.where(probs > 0, probs, 1.0)), axis=-1)
-    return jnp.sum(jnp.where(valid, entropy, 0.0)) / jnp.maximum(jnp.sum(valid), 1)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -78,6 +78,10 @@ class ExpertMerge(NamedTuple):
     probs: jax.Array
 
 
+class ConstantGateWarning(UserWarning):
+    """The gate does not depend on the router, which so gets no gradient through the output."""
+
+
 Choice = TokenChoice | ExpertChoice | SoftChoice | ExpertMerge
 
 
@@ -117,6 +121,16 @@ def check_count(name: str, value: int, highest: int, what: str) -> int:
     if not whole or not 1 <= value <= highest:
         raise ValueError(f"{name}: got {value!r}; allowed: 1..{highest} ({what})")
     return int(value)
+
+
+def check_slots(max_active: int | None, num_experts: int) -> int:
+    """K, the slots of a token that may have any number of experts: all E of them for None.
+
+    Raises:
+      ValueError: not in 1..E.
+    """
+    slots = num_experts if max_active is None else max_active
+    return check_count("max_active", slots, num_experts, "the number of experts")
 
 
 def check_whole(name: str, value: int, *, at_least: int) -> None:
