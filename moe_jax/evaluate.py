@@ -47,6 +47,14 @@ class Run(NamedTuple):
     step: int
 
 
+class Passage(NamedTuple):
+    """Tokens as bytes, and their experts and gates [L, n, K], largest first."""
+
+    tokens: list[bytes]
+    expert: np.ndarray
+    gate: np.ndarray
+
+
 class Result(NamedTuple):
     """What the evaluation of a run found.
 
@@ -56,6 +64,7 @@ class Result(NamedTuple):
       parameters: total and active.
       flops: of the forward pass per token, active experts only, as many as were measured.
       train_tokens_per_second: median over the rows of the run's metrics; None without any.
+      passage: the start of the held-out text with the experts of its tokens; None for a dense run.
     """
 
     run: Run
@@ -63,6 +72,7 @@ class Result(NamedTuple):
     parameters: ParameterCount
     flops: ForwardFlops
     train_tokens_per_second: float | None
+    passage: Passage | None
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -142,10 +152,11 @@ def evaluate_workdir(
     histories = {run.name: read_metrics(run.directory) for run in runs}
     results = [_evaluate_run(run, split, batch_size, histories[run.name]) for run in runs]
     rows = [_row(result, split, batch_size) for result in results]
-    baselines = _baselines(runs, split)
-    _write_json(workdir / "evaluation.json", {"split": split, "runs": rows, "baselines": baselines})
-    _print_table(rows, baselines, split)
-    pictures = _draw(workdir, results, histories, split)
+    baselines = _baselines(runs, {split, "validation"})
+    report = {"split": split, "runs": rows, "baselines": baselines[split]}
+    _write_json(workdir / "evaluation.json", report)
+    _print_table(rows, baselines[split], split)
+    pictures = _draw(workdir, results, histories, baselines["validation"], split)
     print("\npictures:", *(f"  {path}" for path in pictures), sep="\n", flush=True)
     return results
 
@@ -172,6 +183,7 @@ def _evaluate_run(run, split, batch_size, history):
         count_parameters(variables["params"], parameters_of),
         forward_flops_per_token(variables["params"], computed, sequence_length),
         _train_tokens_per_second(history),
+        None if evaluation.load is None else _passage(model, variables, tokenizer, text),
     )
     _write_json(run.directory / "evaluation.json", _row(result, split, batch_size))
     if evaluation.load is not None:
@@ -210,38 +222,38 @@ def _row(result, split, batch_size):
     }
 
 
-def _baselines(runs, split):
-    """Unigram and bigram of each tokenizer among the runs, fitted on its training split."""
+def _baselines(runs, splits):
+    """{split: rows of unigram and bigram}, fitted once per tokenizer on its training split."""
     from moe_jax.analysis.ngram import fit_bigram, fit_unigram, total_nll
 
-    rows, seen = [], set()
+    rows, seen = {split: [] for split in splits}, set()
     for run in runs:
-        tokenizer, held_out = _load_data(run.config, split)
+        tokenizer, train = _load_data(run.config, "train")
         if tokenizer.name in seen:
             continue
         seen.add(tokenizer.name)
-        _, train = _load_data(run.config, "train")
-        num_tokens = len(held_out.tokens) - 1
         for name, fit in (("unigram", fit_unigram), ("bigram", fit_bigram)):
-            nll = total_nll(fit(train.tokens, tokenizer.vocab_size), held_out.tokens)
-            rows.append(
-                {
-                    "name": name,
-                    "tokenizer": tokenizer.name,
-                    "cross_entropy": nll / num_tokens,
-                    "perplexity": float(np.exp(nll / num_tokens)),
-                    "bits_per_byte": nll / np.log(2) / held_out.num_bytes,
-                }
-            )
+            fitted = fit(train.tokens, tokenizer.vocab_size)
+            for split in splits:
+                _, held_out = _load_data(run.config, split)
+                nll, num_tokens = total_nll(fitted, held_out.tokens), len(held_out.tokens) - 1
+                rows[split].append(
+                    {
+                        "name": name,
+                        "tokenizer": tokenizer.name,
+                        "cross_entropy": nll / num_tokens,
+                        "perplexity": float(np.exp(nll / num_tokens)),
+                        "bits_per_byte": nll / np.log(2) / held_out.num_bytes,
+                    }
+                )
     return rows
 
 
-def _draw(workdir, results, histories, split):
-    """Writes the pictures; returns their paths."""
+def _draw(workdir, results, histories, baselines, split):
+    """Writes the pictures; returns their paths. ``baselines`` are of the validation split."""
     from moe_jax.analysis import plots
 
     directory = workdir / "pictures"
-    baselines = _baselines([result.run for result in results], "validation")
     # Nats per token can be compared within one tokenizer only.
     comparable = {row["tokenizer"] for row in baselines}
     lines = {row["name"]: row["cross_entropy"] for row in baselines if len(comparable) == 1}
@@ -270,32 +282,34 @@ def _draw(workdir, results, histories, split):
                 name=f"routing_over_time{suffix}",
             )
             paths.append(picture.png)
-        paths.append(_draw_token_map(run, split, list(layers), directory, f"token_map{suffix}"))
+        paths.append(_draw_token_map(result, split, list(layers), directory, f"token_map{suffix}"))
     return paths
 
 
-def _draw_token_map(run, split, layers, directory, name):
+def _draw_token_map(result, split, layers, directory, name):
     """An HTML page: which expert takes which token of the start of the held-out text."""
     from moe_jax.analysis.token_map import token_map_html
 
-    tokenizer, text = _load_data(run.config, split)
-    model, variables = _load_model(run, tokenizer.vocab_size)
-    tokens = np.asarray(text.tokens[1 : _PASSAGE_TOKENS + 1], np.int32)
-    _, info = jax.jit(model.apply)(variables, tokens[None])
-    expert, gate = _slots(info.routing)
+    run, passage = result.run, result.passage
     page = token_map_html(
-        [tokenizer.token_bytes(int(token)) for token in tokens],
-        expert,
-        gate,
+        *passage,
         run.config.moe.num_experts,
         title=f"Which expert takes which token: {run.name}",
-        note=f"Step {run.step}, the first {len(tokens)} tokens of the {split} split.",
+        note=f"Step {run.step}, the first {len(passage.tokens)} tokens of the {split} split.",
         layers=layers,
     )
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / f"{name}.html"
     path.write_text(page, encoding="utf-8")
     return path
+
+
+def _passage(model, variables, tokenizer, text):
+    """The start of a text, routed."""
+    tokens = np.asarray(text.tokens[1 : _PASSAGE_TOKENS + 1], np.int32)
+    _, info = jax.jit(model.apply)(variables, tokens[None])
+    as_bytes = [tokenizer.token_bytes(int(token)) for token in tokens]
+    return Passage(as_bytes, *_slots(info.routing))
 
 
 def _slots(routing):

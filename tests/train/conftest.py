@@ -1,6 +1,10 @@
+import json
+
+import numpy as np
 import pytest
 
 from moe_jax.config import base_config, resolve_runs
+from moe_jax.train.log import read_metrics
 
 CONFIG_FILE = """
 from moe_jax.config import base_config
@@ -75,3 +79,58 @@ def tiny():
         return run
 
     return make
+
+
+@pytest.fixture(scope="session")
+def arrays_of():
+    """(run, step) -> every array of a checkpoint by name, and the position in the data."""
+    import jax
+    import orbax.checkpoint as ocp
+
+    def read(run, step):
+        found, checkpoint = {}, (run / "checkpoints" / str(step)).absolute()
+        with ocp.StandardCheckpointer() as checkpointer:
+            for name in ("params", "router_state", "training"):
+                if not (checkpoint / name).exists():
+                    continue  # many routers carry nothing
+                tree = checkpointer.restore(checkpoint / name)
+                for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+                    found[name + jax.tree_util.keystr(path)] = np.asarray(leaf)
+        [position] = (checkpoint / "batches").glob("*.json")
+        return found, json.loads(position.read_text())
+
+    return read
+
+
+@pytest.fixture(scope="session")
+def rows_of():
+    """(run) -> the rows of metrics, without the one number that is a matter of time."""
+
+    def read(run):
+        rows = read_metrics(run)
+        return [{k: v for k, v in row.items() if k != "tokens_per_second"} for row in rows]
+
+    return read
+
+
+@pytest.fixture(scope="session")
+def assert_same_run(arrays_of, rows_of):
+    """(run, reference, step) -> asserts that both left the same checkpoint and the same files."""
+
+    def check(run, reference, step):
+        arrays, position = arrays_of(run, step)
+        expected, expected_position = arrays_of(reference, step)
+        assert arrays.keys() == expected.keys() and len(arrays) > 20
+        for name in expected:
+            assert arrays[name].dtype == expected[name].dtype
+            np.testing.assert_array_equal(arrays[name], expected[name], err_msg=name)
+        assert position == expected_position
+        assert rows_of(run) == rows_of(reference)
+        with np.load(run / "routing.npz") as a, np.load(reference / "routing.npz") as b:
+            assert sorted(a) == sorted(b)
+            for name in b:
+                np.testing.assert_array_equal(a[name], b[name])
+        header, *table = (run / "metrics.csv").read_text().splitlines()
+        assert len(table) == len(rows_of(reference))
+
+    return check

@@ -14,7 +14,7 @@ import pytest
 from moe_jax.checkpoints import best_step, saved_steps
 from moe_jax.train import loop
 from moe_jax.train.__main__ import main
-from moe_jax.train.log import RunLog, read_metrics
+from moe_jax.train.log import RunLog
 
 # Runs the command and sends itself a signal once the training row of a step is written.
 SIGNALLED = """
@@ -33,49 +33,6 @@ sys.exit(__main__.main(sys.argv[3:]))
 """
 
 
-def arrays_of(run, step):
-    """Every array of a checkpoint by name, and the position in the data."""
-    import orbax.checkpoint as ocp
-
-    found = {}
-    for name in ("params", "training"):
-        with ocp.StandardCheckpointer() as checkpointer:
-            tree = checkpointer.restore((run / "checkpoints" / str(step) / name).absolute())
-        for path, leaf in leaves_with_path(tree):
-            found[f"{name}{path}"] = np.asarray(leaf)
-    [position] = (run / "checkpoints" / str(step) / "batches").glob("*.json")
-    return found, json.loads(position.read_text())
-
-
-def leaves_with_path(tree):
-    import jax
-
-    return [(jax.tree_util.keystr(p), x) for p, x in jax.tree_util.tree_leaves_with_path(tree)]
-
-
-def rows_of(run):
-    """The rows of metrics, without the one number that is a matter of time."""
-    rows = read_metrics(run)
-    return [{k: v for k, v in row.items() if k != "tokens_per_second"} for row in rows]
-
-
-def assert_same_run(run, reference, step=10):
-    arrays, position = arrays_of(run, step)
-    expected, expected_position = arrays_of(reference, step)
-    assert arrays.keys() == expected.keys() and len(arrays) > 20
-    for name in expected:
-        assert arrays[name].dtype == expected[name].dtype
-        np.testing.assert_array_equal(arrays[name], expected[name], err_msg=name)
-    assert position == expected_position
-    assert rows_of(run) == rows_of(reference)
-    with np.load(run / "routing.npz") as a, np.load(reference / "routing.npz") as b:
-        assert sorted(a) == sorted(b)
-        for name in b:
-            np.testing.assert_array_equal(a[name], b[name])
-    header, *table = (run / "metrics.csv").read_text().splitlines()
-    assert len(table) == len(rows_of(reference))
-
-
 @pytest.fixture(scope="module")
 def reference(session_dir, command):
     """The directory of an uninterrupted run of ten steps."""
@@ -84,7 +41,7 @@ def reference(session_dir, command):
     return workdir
 
 
-def test_files_of_a_finished_run(reference):
+def test_files_of_a_finished_run(reference, rows_of):
     steps = [(row["step"], row["split"]) for row in rows_of(reference)]
     trained = [(step, "train") for step in (2, 4, 6, 8, 10)]
     assert sorted(steps) == sorted(trained + [(step, "validation") for step in (4, 8, 10)])
@@ -103,7 +60,7 @@ def test_files_of_a_finished_run(reference):
     assert json.loads((reference / "config.json").read_text())["steps"] == 10
 
 
-def test_a_killed_run_goes_on_bit_for_bit(reference, command, tmp_path):
+def test_a_killed_run_goes_on_bit_for_bit(reference, command, tmp_path, rows_of, assert_same_run):
     line = command(tmp_path)
     step = random.Random(0).choice([4, 6, 8])  # steps with a row; checkpoints are at 3, 6, 9
     killed = [sys.executable, "-c", SIGNALLED, str(step), str(int(signal.SIGKILL))]
@@ -112,12 +69,12 @@ def test_a_killed_run_goes_on_bit_for_bit(reference, command, tmp_path):
     assert max(saved_steps(tmp_path / "checkpoints"), default=0) <= step
     assert rows_of(tmp_path)[-1]["step"] == step
     assert main(line) == 0
-    assert_same_run(tmp_path, reference)
+    assert_same_run(tmp_path, reference, step=10)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_stops_after_the_step_and_saves(
-    reference, command, tmp_path, number, monkeypatch, capfd
+    reference, command, tmp_path, number, monkeypatch, capfd, assert_same_run
 ):
     write = RunLog.write_scalars
 
@@ -136,7 +93,7 @@ def test_a_signal_stops_after_the_step_and_saves(
     assert f"python -m moe_jax.train {' '.join(line)}" in captured.out
     assert main(line) == 0
     assert "going on from step 4" in capfd.readouterr().out
-    assert_same_run(tmp_path, reference)
+    assert_same_run(tmp_path, reference, step=10)
 
 
 def test_a_finished_run_is_left_alone(reference, command, capsys):
@@ -148,7 +105,7 @@ def test_a_finished_run_is_left_alone(reference, command, capsys):
     assert after == before and (reference / "metrics.jsonl").read_bytes() == rows
 
 
-def test_a_loss_that_is_not_finite_stops_the_run(command, tmp_path, capsys):
+def test_a_loss_that_is_not_finite_stops_the_run(command, tmp_path, capsys, rows_of):
     overrides = [
         "--config.optimizer.learning_rate=1e30",
         "--config.optimizer.warmup_steps=0",
@@ -277,7 +234,7 @@ def small_disk(tmp_path):
     subprocess.run(["umount", "-l", str(disk)], check=True)
 
 
-def test_a_full_disk_is_one_line_and_the_run_goes_on_later(command, small_disk):
+def test_a_full_disk_is_one_line_and_the_run_goes_on_later(command, small_disk, rows_of):
     workdir = small_disk / "run"
     line = command(workdir, kind="dense")
     process = subprocess.run(

@@ -1,17 +1,14 @@
 """Every router of the registry trains the demo by its name, and goes on bit for bit."""
 
-import json
 import shutil
 from pathlib import Path
 
-import jax
 import numpy as np
 import pytest
 
 from moe_jax.checkpoints import saved_steps
 from moe_jax.routing import ROUTERS, make_router
 from moe_jax.train.__main__ import main
-from moe_jax.train.log import read_metrics
 
 DEMO = Path(__file__).parents[2] / "configs" / "demo.py"
 TINY = {
@@ -54,30 +51,10 @@ def command(name, workdir, cache, **others):
     return ["--config", f"{DEMO}:moe", "--workdir", str(workdir), *overrides]
 
 
-def arrays_of(run, step):
-    """Every array of a checkpoint by name, and the position in the data."""
-    import orbax.checkpoint as ocp
-
-    found = {}
-    checkpoint = (run / "checkpoints" / str(step)).absolute()
-    names = [n for n in ("params", "training", "router_state") if (checkpoint / n).exists()]
-    with ocp.StandardCheckpointer() as checkpointer:
-        for name in names:
-            for path, leaf in jax.tree_util.tree_leaves_with_path(
-                checkpointer.restore(checkpoint / name)
-            ):
-                found[name + jax.tree_util.keystr(path)] = np.asarray(leaf)
-    [position] = (checkpoint / "batches").glob("*.json")
-    return found, json.loads(position.read_text())
-
-
-def rows_of(run):
-    rows = read_metrics(run)
-    return [{k: v for k, v in row.items() if k != "tokens_per_second"} for row in rows]
-
-
 @pytest.mark.parametrize("name", sorted(ROUTERS))
-def test_the_demo_trains_and_goes_on_bit_for_bit(name, tmp_path, session_dir):
+def test_the_demo_trains_and_goes_on_bit_for_bit(
+    name, tmp_path, session_dir, arrays_of, rows_of, assert_same_run
+):
     whole, resumed = tmp_path / "whole", tmp_path / "resumed"
     cache = session_dir / "cache"
     assert main(command(name, whole, cache)) == 0
@@ -86,15 +63,8 @@ def test_the_demo_trains_and_goes_on_bit_for_bit(name, tmp_path, session_dir):
     assert saved_steps(resumed / "moe" / "checkpoints") == [2]
     assert main(command(name, resumed, cache)) == 0
 
-    expected, expected_position = arrays_of(whole / "moe", 4)
-    arrays, position = arrays_of(resumed / "moe", 4)
-    assert arrays.keys() == expected.keys()
-    for array in expected:
-        assert arrays[array].dtype == expected[array].dtype
-        np.testing.assert_array_equal(arrays[array], expected[array], err_msg=array)
-    assert position == expected_position
-    assert rows_of(resumed / "moe") == rows_of(whole / "moe")
-    _check_state(name, arrays_of(whole / "moe", 2)[0], expected)
+    assert_same_run(resumed / "moe", whole / "moe", step=4)
+    _check_state(name, *(arrays_of(whole / "moe", step)[0] for step in (2, 4)))
     _check_metrics(name, rows_of(whole / "moe"))
 
 
@@ -124,7 +94,7 @@ def _check_metrics(name, rows):
     assert all(value is not None for row in rows for value in row.values())
 
 
-def test_evaluation_moves_no_state(tmp_path, session_dir):
+def test_evaluation_moves_no_state(tmp_path, session_dir, arrays_of):
     """Validating after every step instead of never gives the same bias, to the bit."""
     runs = []
     for every in (1, 4):
