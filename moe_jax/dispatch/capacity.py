@@ -10,7 +10,7 @@ from typing import Literal, get_args
 import jax
 import jax.numpy as jnp
 
-from moe_jax.routing import expert_counts
+from moe_jax.kernels.xla_rows import rank_in_expert
 
 Priority = Literal["arrival", "first_choice", "gate"]
 PRIORITIES: tuple[str, ...] = get_args(Priority)
@@ -73,20 +73,11 @@ def positions(
         raise ValueError('gate: got None; priority "gate" needs the gates f32[T, K]')
     num_tokens, num_slots = expert.shape
     if priority == "arrival":
-        rank = _rank(expert.ravel(), num_experts).reshape(expert.shape)
+        rank = rank_in_expert(expert.ravel(), num_experts).reshape(expert.shape)
     elif priority == "first_choice":
-        rank = _rank(expert.T.ravel(), num_experts).reshape(num_slots, num_tokens).T
+        rank = rank_in_expert(expert.T.ravel(), num_experts).reshape(num_slots, num_tokens).T
     else:
         order = jnp.argsort(-jnp.max(gate, axis=1), stable=True)
         by_gate = positions(expert[order], num_experts, priority="first_choice")
         rank = jnp.zeros_like(by_gate).at[order].set(by_gate, unique_indices=True)
     return jnp.where(expert < num_experts, rank, expert.size).astype(jnp.int32)
-
-
-def _rank(expert, num_experts):
-    """i32[N]: how many earlier entries of expert i32[N] name the same expert."""
-    order = jnp.argsort(expert, stable=True)
-    counts = expert_counts(expert, num_experts + 1)
-    start = jnp.cumsum(counts) - counts
-    rank_in_order = jnp.arange(expert.size, dtype=jnp.int32) - start[expert[order]]
-    return jnp.zeros_like(rank_in_order).at[order].set(rank_in_order, unique_indices=True)

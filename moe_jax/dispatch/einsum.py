@@ -11,16 +11,18 @@ import jax.numpy as jnp
 from moe_jax.dispatch.feed_forward import feed_forward
 
 
-def einsum_moe(x, expert, gate, position, experts, *, capacity, activation):
+def einsum_moe(x, expert, gate, position, experts, *, capacity, activation, backend):
     """Sum over slots of gate times expert output; see ``moe`` for the arguments.
 
     Args:
       x: [T, d].  expert: i32[T, K].  gate: f32[T, K].  position: i32[T, K].
       experts: weights.  capacity: C.  activation: elementwise.
+      backend: not needed, since everything is einsums.
 
     Returns:
       [T, d] of x's dtype.
     """
+    del backend
     num_experts = experts["w_in"].shape[0]
     to_expert = jax.nn.one_hot(expert, num_experts, dtype=gate.dtype)  # [T, K, E]; 0 when empty
     to_position = jax.nn.one_hot(position, capacity, dtype=gate.dtype)  # [T, K, C]; 0 from C on

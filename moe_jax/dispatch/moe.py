@@ -14,6 +14,8 @@ from moe_jax.dispatch.einsum import einsum_moe
 from moe_jax.dispatch.expert_rows import expert_choice_moe, merged_moe, soft_moe
 from moe_jax.dispatch.feed_forward import Activation, activation_function, check_experts
 from moe_jax.dispatch.sorted import sorted_moe
+from moe_jax.kernels import select
+from moe_jax.kernels.api import check_index
 from moe_jax.routing import Choice, ExpertChoice, ExpertMerge, SoftChoice, expert_counts
 
 Implementation = Literal["dropless", "sorted", "einsum"]
@@ -29,6 +31,8 @@ def moe(
     capacity: int | None = None,
     priority: Priority = "arrival",
     activation: Activation = "gelu",
+    position: jax.Array | None = None,
+    backend: str | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Sum over each token's experts of gate times that expert's output.
 
@@ -51,14 +55,18 @@ def moe(
         times the work). It must be None for other choices, which fix the rows of every expert.
       priority: see ``positions``.
       activation: a callable (elementwise), or a name in jax.nn with its defaults.
+      position: i32[T, K], the positions of the assignments where they are known already, as from
+        ``moe_jax.kernels.fused_router``; ``priority`` then says nothing.
+      backend: a name of ``moe_jax.kernels.BACKENDS``, who computes; None: the best for the device,
+        which ``moe_jax.kernels.explain`` names.
 
     Returns:
       y float[T, d] of x's dtype, 0 for tokens without an expert, and the drop counts i32[E]: the
       assignments that each expert dropped.
 
     Raises:
-      ValueError: unknown implementation, priority or activation; capacity < 1; shapes that do not
-        fit.
+      ValueError: unknown implementation, priority, activation or backend; capacity < 1; shapes
+        that do not fit.
     """
     if implementation not in IMPLEMENTATIONS:
         allowed = ", ".join(IMPLEMENTATIONS)
@@ -76,7 +84,11 @@ def moe(
         y = by_expert[type(routing)](x, routing, experts, activation=activation)
         return y, jnp.zeros(num_experts, jnp.int32)
     expert, gate = jnp.asarray(routing.expert), jnp.asarray(routing.gate)
-    position = positions(expert, num_experts, priority=priority, gate=gate)
+    check_index(expert.size, "assignments T*K")
+    if position is None:
+        position = positions(expert, num_experts, priority=priority, gate=gate)
+    elif position.shape != expert.shape:
+        raise ValueError(f"position: got shape {position.shape}; allowed: {expert.shape}")
     expert, gate, dropped = _drop(expert, gate, position, num_experts, capacity)
     compute = {"dropless": dropless_moe, "sorted": sorted_moe, "einsum": einsum_moe}
     y = compute[implementation](
@@ -87,6 +99,7 @@ def moe(
         experts,
         capacity=x.shape[0] if capacity is None else min(int(capacity), x.shape[0]),
         activation=activation,
+        backend=select(_dtype(x, experts), experts["w_in"].shape[1:], backend),
     )
     return y.astype(x.dtype), dropped
 
@@ -113,6 +126,11 @@ def _check(x, routing, experts):
             f"experts: got {num_experts}; allowed: {routed}, as many as the router has"
         )
     return num_experts
+
+
+def _dtype(x, experts):
+    """What the products are computed in, before they are accumulated in float32."""
+    return jnp.result_type(x, *experts.values())
 
 
 def _drop(expert, gate, position, num_experts, capacity):

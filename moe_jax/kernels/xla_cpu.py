@@ -1,163 +1,253 @@
-"""Grouped matmul as a loop of plain matmuls in XLA: the path for CPUs.
+"""Grouped matmuls and whole experts as loops over tiles of rows, in plain XLA: the path for CPUs.
 
 Rows are sorted by group, and the group sizes are known only at run time, while XLA wants static
-shapes. So every group is cut into full tiles and one remainder tile, whose size is the smallest of
-a ladder of sizes that holds the rest. A tile is about twice a fair share of the rows: most groups
-are one matmul with little padding. For each size there is one loop over the tiles of that size,
-whose number is known at run time, and XLA updates the output in place. ``lax.ragged_dot`` costs E
+shapes. So every group is cut into one remainder tile, whose size is the smallest of a ladder of
+sizes that holds it, and full tiles of one size, about twice a fair share of the rows: most groups
+are one large matmul with little padding. One loop over the groups runs, for each size of the
+ladder, a loop of no or one trip, and XLA updates the buffers in place. ``lax.ragged_dot`` costs E
 times the useful work on CPU, and a ``lax.switch`` over sizes copies the buffers.
 
-Axis legend: N rows, E groups (experts), d and f the inner and outer width of the product.
+Tiles go from the first row to the last, the remainder of a group before its full tiles. So what a
+remainder tile writes past its rows is written over by its successors, without a mask, and the
+remainder tile of the gradient of a matrix writes what full tiles add to.
+
+Axis legend: N rows, E groups (experts), d model width, f expert width, a and b the inner and outer
+width of a product, P = N + slack_rows(N, E) rows of a buffer.
 """
 
 import jax
 import jax.numpy as jnp
 
-# Tile sizes in eighths of a full tile: finest just around a fair share, which is 4. More of them
-# pad less and compile longer.
-_LADDER_EIGHTHS = (1, 2, 3, 4, 5, 8)
-_SMALLEST_TILE_ROWS = 32
+from moe_jax.kernels import xla_rows
+from moe_jax.kernels.backend import Backend
 
-
-def grouped_matmul(lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array) -> jax.Array:
-    """Multiplies each group of rows of lhs by its own matrix.
-
-    Reverse-mode differentiable once, in lhs and rhs. bfloat16 inputs are accumulated in float32.
-
-    Args:
-      lhs: float[N, d], rows sorted by group; row 0 is the first row of group 0.
-      rhs: float[E, d, f].
-      group_sizes: i32[E], rows of each group; sum <= N.
-
-    Returns:
-      float[N, f] of lhs's dtype; rows past the sum of the sizes are 0 and get no gradient.
-
-    Raises:
-      ValueError: shapes that do not fit.
-    """
-    lhs, rhs, group_sizes = jnp.asarray(lhs), jnp.asarray(rhs), jnp.asarray(group_sizes)
-    if lhs.ndim != 2 or rhs.ndim != 3 or lhs.shape[1] != rhs.shape[1]:
-        raise ValueError(f"got lhs {lhs.shape}, rhs {rhs.shape}; allowed: [N, d] and [E, d, f]")
-    if group_sizes.shape != rhs.shape[:1]:
-        raise ValueError(f"group_sizes: got shape {group_sizes.shape}; allowed: {rhs.shape[:1]}")
-    return _grouped_matmul(lhs, rhs, group_sizes)
-
-
-@jax.custom_vjp
-def _grouped_matmul(lhs, rhs, group_sizes):
-    return _multiply(lhs, rhs, group_sizes, contracted=1)
-
-
-def _multiply(lhs, rhs, group_sizes, *, contracted):
-    """Rows of lhs times the matrix of their group, or its transpose if axis 2 is contracted."""
-
-    def multiply(group, rows, inside, out):
-        # contracted is an axis of rhs [E, d, f]; a copy of all matrices transposed would cost E.
-        product = _dot(_rows(lhs, rows), rhs[group], ((1,), (contracted - 1,)), lhs.dtype)
-        product = jnp.where(inside[:, None], product, _rows(out, rows))
-        return jax.lax.dynamic_update_slice_in_dim(out, product, rows[0], axis=0)
-
-    out = jnp.zeros((lhs.shape[0], rhs.shape[3 - contracted]), lhs.dtype)
-    return _for_each_tile(group_sizes, lhs.shape[0], multiply, multiply, out)
-
-
-def _grouped_outer(lhs, rhs, group_sizes, dtype):
-    """Sum over each group's rows of lhs[row] x rhs[row]: [E, d, f] from [N, d] and [N, f]."""
-    accumulator = jnp.promote_types(dtype, jnp.float32)
-
-    def outer(rows, inside):
-        left = jnp.where(inside[:, None], _rows(lhs, rows), 0)
-        right = jnp.where(inside[:, None], _rows(rhs, rows), 0)
-        return _dot(left, right, ((0,), (0,)), accumulator)[None]
-
-    def write(group, rows, inside, out):
-        return jax.lax.dynamic_update_slice_in_dim(out, outer(rows, inside), group, axis=0)
-
-    def add(group, rows, inside, out):
-        total = jax.lax.dynamic_slice_in_dim(out, group, 1) + outer(rows, inside)
-        return jax.lax.dynamic_update_slice_in_dim(out, total, group, axis=0)
-
-    out = jnp.zeros((group_sizes.shape[0], lhs.shape[1], rhs.shape[1]), accumulator)
-    return _for_each_tile(group_sizes, lhs.shape[0], write, add, out).astype(dtype)
-
-
-def _for_each_tile(group_sizes, num_rows, remainder, full, out):
-    """Runs a tile function over all tiles and threads ``out`` through.
-
-    A tile function gets (group, (first row, static number of rows), inside bool[rows], out); rows
-    not inside belong to other groups. All remainder tiles, run by ``remainder``, come before all
-    full tiles, run by ``full``, so that the first may write where the others add.
-    """
-    num_groups = group_sizes.shape[0]
-    if num_rows == 0 or num_groups == 0:
-        return out
-    sizes = tile_sizes(num_rows, num_groups)
-    end = jnp.cumsum(group_sizes)
-    num_full, rest = jnp.divmod(group_sizes, sizes[-1])
-
-    def loop(function, tile, groups, first, begin, stop, out):
-        # The last tiles would stick out of the array: shift them back and mask.
-        row = jnp.minimum(first, num_rows - tile)
-        past = end[groups]
-
-        def body(i, out):
-            index = row[i] + jnp.arange(tile)
-            inside = (index >= first[i]) & (index < past[i])
-            return function(groups[i], (row[i], tile), inside, out)
-
-        return jax.lax.fori_loop(begin, stop, body, out)
-
-    # The groups in order of the ladder step of their rest: each step is one run of this list.
-    step = _count_below(jnp.array(sizes), rest)
-    step = jnp.where(rest > 0, step, len(sizes))
-    by_step = jnp.argsort(step)
-    first_of_step = _count_below(step, jnp.arange(len(sizes) + 1))
-    first = (end - rest)[by_step]
-    for i, tile in enumerate(sizes):
-        begin, stop = first_of_step[i], first_of_step[i + 1]
-        out = loop(remainder, tile, by_step, first, begin, stop, out)
-
-    # Full tile number i belongs to the first group by which more than i tiles are counted.
-    tiles_so_far = jnp.cumsum(num_full)
-    number = jnp.arange(num_rows // sizes[-1])
-    groups = jnp.minimum(_count_below(tiles_so_far, number + 1), num_groups - 1)
-    number_in_group = number - (tiles_so_far - num_full)[groups]
-    first = (end - group_sizes)[groups] + number_in_group * sizes[-1]
-    return loop(full, sizes[-1], groups, first, 0, tiles_so_far[-1], out)
-
-
-def _count_below(values, limits):
-    """For each limit, how many of ``values`` are smaller."""
-    return jnp.sum(values[None, :] < limits[:, None], axis=1)
+# Tile sizes in sixteenths of a full tile: finest around a fair share, which is 8. More of them pad
+# less and compile longer.
+_LADDER_SIXTEENTHS = (2, 4, 6, 7, 8, 9, 10, 12, 16)
+_SMALLEST_TILE_ROWS = 16
 
 
 def tile_sizes(num_rows: int, num_groups: int) -> list[int]:
     """The ladder of tile sizes, rising; the last is the full tile, about twice a fair share."""
-    eighth = -(-2 * num_rows // (8 * num_groups))
-    eighth = -(-eighth // _SMALLEST_TILE_ROWS) * _SMALLEST_TILE_ROWS
-    return sorted({min(eighth * step, num_rows) for step in _LADDER_EIGHTHS})
+    unit = -(-2 * num_rows // (16 * num_groups))
+    unit = -(-unit // _SMALLEST_TILE_ROWS) * _SMALLEST_TILE_ROWS
+    return sorted({min(unit * step, num_rows) for step in _LADDER_SIXTEENTHS})
 
 
-def _rows(array, rows):
-    return jax.lax.dynamic_slice_in_dim(array, rows[0], rows[1], axis=0)
+def slack_rows(num_rows: int, num_groups: int) -> int:
+    """How far a tile may reach past the last row: the widest gap of the ladder."""
+    sizes = tile_sizes(num_rows, num_groups)
+    return max(after - before for before, after in zip([0, *sizes], sizes, strict=False))
 
 
-def _dot(left, right, contracting, dtype):
-    accumulator = jnp.promote_types(left.dtype, jnp.float32)
-    dimensions = (contracting, ((), ()))
-    product = jax.lax.dot_general(left, right, dimensions, preferred_element_type=accumulator)
-    return product.astype(dtype)
+def matmul(lhs, rhs, group_sizes, *, transposed=False, bias=None, scale=None):
+    """See ``backend.Matmul``."""
+    num_rows, slack = lhs.shape[0], slack_rows(lhs.shape[0], rhs.shape[0])
+    padded = jnp.pad(lhs, ((0, slack), (0, 0)))
+
+    def tile(group, row, size, end, out):
+        product = _dot(_rows(padded, row, size), rhs[group], (1, 1 if transposed else 0))
+        if bias is not None:
+            product += bias[group]
+        return _put(out, product, row)
+
+    out = jnp.zeros((num_rows + slack, rhs.shape[1 if transposed else 2]), lhs.dtype)
+    out = _for_each_tile(group_sizes, num_rows, tile, tile, out)[:num_rows]
+    if scale is not None:
+        out = (out * scale[:, None]).astype(out.dtype)
+    return jnp.where((jnp.arange(num_rows) < jnp.sum(group_sizes))[:, None], out, 0)
 
 
-def _grouped_matmul_fwd(lhs, rhs, group_sizes):
-    return _grouped_matmul(lhs, rhs, group_sizes), (lhs, rhs, group_sizes)
+def hidden(lhs, w_in, w_gate, bias, group_sizes, activation):
+    """See ``backend.Hidden``."""
+    u = matmul(lhs, w_in, group_sizes, bias=bias)
+    v = None if w_gate is None else matmul(lhs, w_gate, group_sizes)
+    inside = (jnp.arange(lhs.shape[0]) < jnp.sum(group_sizes))[:, None]
+    return jnp.where(inside, _activate(activation, u, v).astype(lhs.dtype), 0), u, v
 
 
-def _grouped_matmul_bwd(residuals, cotangent):
-    lhs, rhs, group_sizes = residuals
-    d_lhs = _multiply(cotangent, rhs, group_sizes, contracted=2)
-    d_rhs = _grouped_outer(lhs, cotangent, group_sizes, rhs.dtype)
-    return d_lhs.astype(lhs.dtype), d_rhs, None
+def outer(lhs, rhs, group_sizes, *, scale=None, dtype):
+    """See ``backend.Outer``."""
+    num_rows, slack = lhs.shape[0], slack_rows(lhs.shape[0], group_sizes.shape[0])
+    lhs = lhs if scale is None else (lhs * scale[:, None]).astype(lhs.dtype)
+    there = (jnp.arange(num_rows) < jnp.sum(group_sizes))[:, None]
+    lhs, rhs = (jnp.pad(jnp.where(there, x, 0), ((0, slack), (0, 0))) for x in (lhs, rhs))
+
+    def product(row, size, end):
+        left = jnp.where(_inside(row, size, end), _rows(lhs, row, size), 0)
+        return _dot(left, _rows(rhs, row, size), (0, 0))
+
+    def write(group, row, size, end, out):
+        return _put_matrix(out, product(row, size, end), group)
+
+    def add(group, row, size, end, out):
+        return _add_matrix(out, product(row, size, end), group)
+
+    out = jnp.zeros((group_sizes.shape[0], lhs.shape[1], rhs.shape[1]), _accumulator(dtype))
+    return _for_each_tile(group_sizes, num_rows, write, add, out).astype(dtype)
 
 
-_grouped_matmul.defvjp(_grouped_matmul_fwd, _grouped_matmul_bwd)
+def forward(rows, scale, experts, group_sizes, activation):
+    """See ``backend.Forward``."""
+    glu = "w_gate" in experts
+    num_rows, scale = scale.shape[0], jnp.pad(scale, (0, rows.shape[0] - scale.shape[0]))
+
+    def tile(group, row, size, end, buffers):
+        one = {name: weight[group] for name, weight in experts.items()}
+        x = _rows(rows, row, size)
+        u = _dot(x, one["w_in"], (1, 0)) + one.get("b_in", 0)
+        v = _dot(x, one["w_gate"], (1, 0)) if glu else None
+        h = _activate(activation, u, v).astype(rows.dtype)
+        out = _dot(h, one["w_out"], (1, 0)) + one.get("b_out", 0)
+        parts = (out * _rows(scale, row, size)[:, None], u, *([v] if glu else []))
+        return tuple(_put(*pair, row) for pair in zip(buffers, parts, strict=True))
+
+    narrow, wide = rows.shape, (rows.shape[0], experts["w_in"].shape[2])
+    buffers = tuple(jnp.zeros(shape, rows.dtype) for shape in [narrow, wide, *([wide] * glu)])
+    buffers = _for_each_tile(group_sizes, num_rows, tile, tile, buffers)
+    return buffers[0], (buffers[1], buffers[2] if glu else None)
+
+
+def backward(rows, scale, experts, group_sizes, activation, saved, cotangent):
+    """See ``backend.Backward``."""
+    num_rows, scale = scale.shape[0], jnp.pad(scale, (0, rows.shape[0] - scale.shape[0]))
+
+    def gradients(group, row, size, end):
+        def mine(array):
+            # Zeros in all of them, since 0 * NaN is NaN and the next group may hold one.
+            return jnp.where(_inside(row, size, end), _rows(array, row, size), 0)
+
+        one = {name: weight[group] for name, weight in experts.items()}
+        pre = tuple(None if part is None else mine(part) for part in saved)
+        gate = _rows(scale, row, size)[:, None]
+        return _tile_gradients(mine(rows), gate, one, activation, pre, mine(cotangent))
+
+    def write(group, row, size, end, buffers):
+        d_row, d_scale, d_experts = gradients(group, row, size, end)
+        d_experts = {n: _put_matrix(buffers[2][n], d_experts[n], group) for n in experts}
+        return _put(buffers[0], d_row, row), _put(buffers[1], d_scale, row), d_experts
+
+    def add(group, row, size, end, buffers):
+        d_row, d_scale, d_experts = gradients(group, row, size, end)
+        d_experts = {n: _add_matrix(buffers[2][n], d_experts[n], group) for n in experts}
+        return _put(buffers[0], d_row, row), _put(buffers[1], d_scale, row), d_experts
+
+    buffers = (
+        jnp.zeros_like(rows),
+        jnp.zeros_like(scale),
+        {n: jnp.zeros(weight.shape, _accumulator(weight.dtype)) for n, weight in experts.items()},
+    )
+    d_rows, d_scale, d_experts = _for_each_tile(group_sizes, num_rows, write, add, buffers)
+    return d_rows, d_scale[:num_rows], {n: d_experts[n].astype(experts[n].dtype) for n in experts}
+
+
+def _tile_gradients(x, gate, one, activation, pre, dy):
+    """Gradients of gate * (h w_out + b_out) for x, gate and the weights ``one`` of the expert."""
+
+    def activate(pre):
+        return _activate(activation, *pre)
+
+    h, pull = jax.vjp(activate, tuple(None if p is None else p.astype(jnp.float32) for p in pre))
+    dh = _dot(dy, one["w_out"], (1, 1))
+    d_gate = jnp.sum(h * dh, axis=1)
+    if "b_out" in one:
+        d_gate += _dot(dy, one["b_out"], (1, 0))
+    ((du, dv),) = pull(dh * gate)
+    gated = (h * gate).astype(x.dtype)
+    du = du.astype(x.dtype)
+    dx = _dot(du, one["w_in"], (1, 1))
+    d_one = {"w_in": _dot(x, du, (0, 0)), "w_out": _dot(gated, dy, (0, 0))}
+    if dv is not None:
+        dv = dv.astype(x.dtype)
+        dx += _dot(dv, one["w_gate"], (1, 1))
+        d_one["w_gate"] = _dot(x, dv, (0, 0))
+    if "b_in" in one:
+        d_one["b_in"] = jnp.sum(du.astype(jnp.float32), axis=0)
+    if "b_out" in one:
+        d_one["b_out"] = jnp.sum(dy * gate, axis=0)
+    return dx, d_gate, d_one
+
+
+def _for_each_tile(group_sizes, num_rows, remainder, full, buffers):
+    """Runs a tile function over all tiles, in the order of rows, and threads ``buffers`` through.
+
+    A tile function gets (group, first row, static number of rows, end of the group's rows,
+    buffers). Every group begins with a remainder tile, run by ``remainder``, and goes on with full
+    tiles, run by ``full``. An empty group has a remainder tile too, none of whose rows are its own.
+    """
+    if num_rows == 0 or group_sizes.shape[0] == 0:
+        return buffers
+    sizes = tile_sizes(num_rows, group_sizes.shape[0])
+    end = jnp.cumsum(group_sizes)
+    num_full = jnp.maximum(group_sizes - 1, 0) // sizes[-1]
+    rest = group_sizes - num_full * sizes[-1]
+    start = end - group_sizes
+    step = jnp.sum(jnp.array(sizes) < rest[:, None], axis=1)
+
+    def group(g, buffers):
+        for i, size in enumerate(sizes):
+            # The row depends on the loop's index: what does not is moved out of a loop by XLA,
+            # and so would be done for every step of the ladder.
+            def first(j, buffers, size=size):
+                row = start[g] + j
+                return remainder(g, row, size, row + rest[g], buffers)
+
+            buffers = jax.lax.fori_loop(0, (step[g] == i).astype(jnp.int32), first, buffers)
+
+        def other(j, buffers):
+            row = start[g] + rest[g] + j * sizes[-1]
+            return full(g, row, sizes[-1], end[g], buffers)
+
+        return jax.lax.fori_loop(0, num_full[g], other, buffers)
+
+    return jax.lax.fori_loop(0, group_sizes.shape[0], group, buffers)
+
+
+def _activate(activation, u, v):
+    return activation(u) if v is None else activation(v) * u
+
+
+def _inside(row, size, end):
+    return (row + jnp.arange(size) < end)[:, None]
+
+
+def _rows(array, row, size):
+    return jax.lax.dynamic_slice_in_dim(array, row, size, axis=0)
+
+
+def _put(array, rows, row):
+    return jax.lax.dynamic_update_slice_in_dim(array, rows.astype(array.dtype), row, axis=0)
+
+
+def _put_matrix(array, matrix, group):
+    return jax.lax.dynamic_update_index_in_dim(array, matrix.astype(array.dtype), group, axis=0)
+
+
+def _add_matrix(array, matrix, group):
+    return _put_matrix(array, array[group] + matrix, group)
+
+
+def _accumulator(dtype):
+    return jnp.promote_types(dtype, jnp.float32)
+
+
+def _dot(left, right, contracted):
+    """Contracts one axis of each, in float32 or better."""
+    dtype = _accumulator(jnp.promote_types(left.dtype, right.dtype))
+    dimensions = ((contracted[:1], contracted[1:]), ((), ()))
+    return jax.lax.dot_general(left, right, dimensions, preferred_element_type=dtype)
+
+
+BACKEND = Backend(
+    "xla_cpu",
+    matmul,
+    hidden,
+    outer,
+    xla_rows.gather,
+    xla_rows.combine,
+    xla_rows.gate_gradient,
+    xla_rows.route,
+    forward,
+    backward,
+    slack_rows,
+)

@@ -6,8 +6,12 @@ are gathers as well: no atomics on an accelerator, and the same sum in the same 
 Axis legend: T tokens, K slots per token, d width, R expert rows.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
+
+from moe_jax.kernels.backend import Backend
 
 
 def assignment_of_row(row: jax.Array, num_rows: int) -> jax.Array:
@@ -25,11 +29,12 @@ def assignment_of_row(row: jax.Array, num_rows: int) -> jax.Array:
     return empty.at[row.ravel()].set(assignments, mode="drop", unique_indices=True)
 
 
-@jax.custom_vjp
-def to_rows(x: jax.Array, row: jax.Array, assignment: jax.Array) -> jax.Array:
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def to_rows(backend: Backend, x: jax.Array, row: jax.Array, assignment: jax.Array) -> jax.Array:
     """Copies each token to the rows of its assignments.
 
     Args:
+      backend: who computes.
       x: float[T, d].
       row: i32[T, K], the expert row of each assignment, >= R for none.
       assignment: i32[R], ``assignment_of_row(row, R)``.
@@ -38,26 +43,28 @@ def to_rows(x: jax.Array, row: jax.Array, assignment: jax.Array) -> jax.Array:
       float[R, d]; empty rows are 0. Reverse-mode differentiable in x.
     """
     # An empty row has assignment T*K, hence token T, which is out of range and reads 0.
-    return _take(x, assignment // row.shape[1])
+    return backend.gather(x, assignment // row.shape[1])
 
 
-def _to_rows_fwd(x, row, assignment):
-    return to_rows(x, row, assignment), row
+def _to_rows_fwd(backend, x, row, assignment):
+    return to_rows(backend, x, row, assignment), row
 
 
-def _to_rows_bwd(row, cotangent):
-    total = sum(_take(cotangent, row[:, j]).astype(jnp.float32) for j in range(row.shape[1]))
-    return total.astype(cotangent.dtype), None, None
+def _to_rows_bwd(backend, row, cotangent):
+    return backend.combine(cotangent, row), None, None
 
 
 to_rows.defvjp(_to_rows_fwd, _to_rows_bwd)
 
 
-@jax.custom_vjp
-def from_rows(rows: jax.Array, gate: jax.Array, row: jax.Array, assignment: jax.Array) -> jax.Array:
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def from_rows(
+    backend: Backend, rows: jax.Array, gate: jax.Array, row: jax.Array, assignment: jax.Array
+) -> jax.Array:
     """Each token's sum of its rows, weighted by their gates, in float32.
 
     Args:
+      backend: who computes.
       rows: float[R, d], the experts' outputs.
       gate: f32[T, K].
       row: i32[T, K], the expert row of each assignment, >= R for none, which adds exactly 0.
@@ -66,28 +73,18 @@ def from_rows(rows: jax.Array, gate: jax.Array, row: jax.Array, assignment: jax.
     Returns:
       float[T, d] of the rows' dtype. Reverse-mode differentiable in rows and gate.
     """
-    terms = (gate[:, j, None] * _take(rows, row[:, j]) for j in range(row.shape[1]))
-    return sum(terms).astype(rows.dtype)
+    return backend.combine(rows, row, gate=gate)
 
 
-def _from_rows_fwd(rows, gate, row, assignment):
-    return from_rows(rows, gate, row, assignment), (rows, gate, row, assignment)
+def _from_rows_fwd(backend, rows, gate, row, assignment):
+    return from_rows(backend, rows, gate, row, assignment), (rows, gate, row, assignment)
 
 
-def _from_rows_bwd(residuals, cotangent):
+def _from_rows_bwd(backend, residuals, cotangent):
     rows, gate, row, assignment = residuals
-    weight = _take(gate.ravel(), assignment)[:, None]
-    d_rows = weight * _take(cotangent, assignment // row.shape[1])
-    products = [
-        jnp.sum(cotangent.astype(gate.dtype) * _take(rows, row[:, j]).astype(gate.dtype), axis=-1)
-        for j in range(row.shape[1])
-    ]
-    return d_rows.astype(rows.dtype), jnp.stack(products, axis=1).astype(gate.dtype), None, None
+    weight = gate.ravel().at[assignment].get(mode="fill", fill_value=0)
+    d_rows = backend.gather(cotangent, assignment // row.shape[1], scale=weight)
+    return d_rows, backend.gate_gradient(cotangent, rows, row).astype(gate.dtype), None, None
 
 
 from_rows.defvjp(_from_rows_fwd, _from_rows_bwd)
-
-
-def _take(array, index):
-    """array[index] along the first axis, 0 where the index is past the end."""
-    return array.at[index].get(mode="fill", fill_value=0)

@@ -1,0 +1,213 @@
+"""Picks a backend for the device and says which.
+
+Axis legend: T tokens, E experts, k choices, N rows, d and f the inner and outer width of a product.
+"""
+
+import importlib
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from moe_jax.kernels import grouped
+from moe_jax.kernels.backend import Backend
+
+
+class Work(NamedTuple):
+    """What a backend is asked for.
+
+    Attributes:
+      dtype: of rows and matrices.
+      widths: d and f; a backend may need multiples of something.
+    """
+
+    dtype: jnp.dtype
+    widths: tuple[int, ...]
+
+
+class _Candidate(NamedTuple):
+    about: str
+    module: str  # is imported when the backend is used
+    attribute: str
+    refuses: Callable[[str, Work], str | None]  # (platform, work) -> why not
+
+
+def _refuses_nothing(platform, work):
+    return None
+
+
+def _xla_ragged_refuses(platform, work):
+    if platform != "tpu":
+        return f"costs E times the work on {platform}"
+    if jax.__version_info__ < (0, 11):
+        return f"its weight gradient costs E times the work in jax {jax.__version__} (needs 0.11)"
+    return None
+
+
+def _pallas_tpu_refuses(platform, work):
+    if platform != "tpu":
+        return f"made for tpu, this is {platform}"
+    if work.dtype not in (jnp.float32, jnp.bfloat16):
+        return f"takes float32 and bfloat16, got {work.dtype}"
+    return None
+
+
+def _mosaic_gpu_refuses(platform, work):
+    if platform != "gpu":
+        return f"made for gpu, this is {platform}"
+    if work.dtype not in (jnp.bfloat16, jnp.float16):
+        return f"takes bfloat16 and float16, got {work.dtype}"
+    if any(width % 8 for width in work.widths):
+        return f"takes widths that are multiples of 8, got {work.widths}"
+    return None
+
+
+def _tokamax_refuses(platform, work):
+    from moe_jax.kernels import ragged
+
+    if not ragged.has_tokamax():
+        return "is not installed (pip install tokamax)"
+    if platform == "cpu":
+        return "has no kernel for cpu"
+    if work.dtype not in (jnp.float32, jnp.bfloat16):
+        return f"takes float32 and bfloat16, got {work.dtype}"
+    rows = jax.ShapeDtypeStruct((256, work.widths[0]), work.dtype)
+    matrices = jax.ShapeDtypeStruct((2, *work.widths[:2]), work.dtype)
+    sizes = jax.ShapeDtypeStruct((2,), jnp.int32)
+    try:
+        jax.eval_shape(ragged.TOKAMAX.matmul, rows, matrices, sizes)
+    except (NotImplementedError, ValueError) as error:
+        return f"does not take it: {error}".splitlines()[0]
+    return None
+
+
+_CANDIDATES = {
+    "xla_cpu": _Candidate(
+        "loops over tiles of rows, in XLA", "xla_cpu", "BACKEND", _refuses_nothing
+    ),
+    "pallas_tpu": _Candidate(
+        "our Pallas kernels for TPU", "pallas_tpu.backend", "BACKEND", _pallas_tpu_refuses
+    ),
+    "mosaic_gpu": _Candidate(
+        "our Pallas kernels for Hopper GPUs", "mosaic_gpu.backend", "BACKEND", _mosaic_gpu_refuses
+    ),
+    "tokamax": _Candidate("tokamax's ragged dot", "ragged", "TOKAMAX", _tokamax_refuses),
+    "xla_ragged": _Candidate("XLA's ragged dot", "ragged", "XLA", _xla_ragged_refuses),
+    "reference": _Candidate(
+        "every matrix meets every row: for tests", "reference", "BACKEND", _refuses_nothing
+    ),
+}
+BACKENDS: tuple[str, ...] = tuple(_CANDIDATES)
+
+# The first that does not refuse is taken.
+_PREFERENCE = {
+    "cpu": ("xla_cpu",),
+    "gpu": ("tokamax", "mosaic_gpu", "xla_cpu"),
+    "tpu": ("tokamax", "pallas_tpu", "xla_ragged", "xla_cpu"),
+}
+
+
+def current_platform() -> str:
+    """cpu, gpu or tpu: of the mesh in use (``jax.set_mesh``), else of jax's default device."""
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    if device is not None:
+        return device.platform
+    default = jax.config.jax_default_device
+    if default is not None:
+        return default if isinstance(default, str) else default.platform
+    return jax.default_backend()
+
+
+def select(dtype: DTypeLike, widths: tuple[int, ...], backend: str | None = None) -> Backend:
+    """The backend for rows of ``dtype`` and matrices of ``widths`` on the current platform.
+
+    Args:
+      dtype: of the rows.
+      widths: d and f.
+      backend: a name of ``BACKENDS`` to take instead of choosing.
+
+    Raises:
+      ValueError: unknown name, or a backend that refuses, with its reason.
+    """
+    work, platform = Work(jnp.dtype(dtype), tuple(widths)), current_platform()
+    if backend is None:
+        names = _PREFERENCE.get(platform, ("xla_cpu",))
+        backend = next(n for n in names if _CANDIDATES[n].refuses(platform, work) is None)
+    elif backend in _CANDIDATES:
+        reason = _CANDIDATES[backend].refuses(platform, work)
+        if reason is not None:
+            raise ValueError(f"backend: got {backend!r}, which {reason}")
+    candidate = _CANDIDATES[backend]
+    return getattr(
+        importlib.import_module(f"moe_jax.kernels.{candidate.module}"), candidate.attribute
+    )
+
+
+def explain(dtype: DTypeLike = jnp.float32, widths: tuple[int, ...] = (128, 128)) -> str:
+    """Which backend computes the experts here, and why not the others; for people.
+
+    Args:
+      dtype: of the rows.
+      widths: d and f.
+
+    Returns:
+      One line that names the choice, then one line a backend.
+    """
+    work, platform = Work(jnp.dtype(dtype), tuple(widths)), current_platform()
+    chosen = select(dtype, widths).name
+    lines = [f"kernels: {chosen} on {platform} for {work.dtype}, widths {work.widths}"]
+    for name, candidate in _CANDIDATES.items():
+        reason = candidate.refuses(platform, work)
+        if name == chosen:
+            state = "chosen"
+        elif reason is not None:
+            state = reason
+        elif name in _PREFERENCE.get(platform, ()):
+            state = "could serve"
+        else:
+            state = "on request"
+        lines.append(f"  {name:<11} {candidate.about}: {state}")
+    return "\n".join(lines)
+
+
+def grouped_matmul(
+    lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array, *, backend: str | None = None
+) -> jax.Array:
+    """Multiplies each group of rows of lhs by its own matrix.
+
+    Reverse-mode differentiable once, in lhs and rhs. bfloat16 inputs are accumulated in float32.
+
+    Args:
+      lhs: float[N, d], rows sorted by group; row 0 is the first row of group 0.
+      rhs: float[E, d, f].
+      group_sizes: i32[E], rows of each group; sum <= N.
+      backend: a name of ``BACKENDS``; None: the best for the device, see ``explain``.
+
+    Returns:
+      float[N, f] of lhs's dtype; rows past the sum of the sizes are 0 and get no gradient.
+
+    Raises:
+      ValueError: shapes that do not fit, an unknown backend or one that refuses.
+    """
+    lhs, rhs, group_sizes = jnp.asarray(lhs), jnp.asarray(rhs), jnp.asarray(group_sizes)
+    if lhs.ndim != 2 or rhs.ndim != 3 or lhs.shape[1] != rhs.shape[1]:
+        raise ValueError(f"got lhs {lhs.shape}, rhs {rhs.shape}; allowed: [N, d] and [E, d, f]")
+    if group_sizes.shape != rhs.shape[:1]:
+        raise ValueError(f"group_sizes: got shape {group_sizes.shape}; allowed: {rhs.shape[:1]}")
+    check_index(lhs.shape[0], "rows N")
+    dtype = jnp.result_type(lhs, rhs)
+    chosen = select(dtype, rhs.shape[1:], backend)
+    out = grouped.matmul(chosen, lhs.astype(dtype), rhs.astype(dtype), group_sizes)
+    return out.astype(lhs.dtype)
+
+
+def check_index(count: int, what: str) -> None:
+    """Refuses more of something than an int32 can number.
+
+    Raises:
+      ValueError: count >= 2**31.
+    """
+    if count >= 2**31:
+        raise ValueError(f"{what}: got {count}; allowed: less than 2**31 = {2**31}")

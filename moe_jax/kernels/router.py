@@ -1,0 +1,90 @@
+"""Fused top-k routing: from logits to experts, gates and places in one pass.
+
+Axis legend: T tokens, E experts, k choices.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from moe_jax.kernels import api
+from moe_jax.kernels.backend import Backend
+from moe_jax.routing import TokenChoice
+from moe_jax.routing.token_choice import router_probs
+from moe_jax.routing.types import check_count, check_logits
+
+# What the kernels for accelerators hold in registers or in one tile.
+MOST_EXPERTS, MOST_CHOICES = 256, 8
+
+
+def fused_router(
+    logits: jax.Array,
+    k: int,
+    *,
+    renormalize: bool = False,
+    valid: jax.Array | None = None,
+    backend: str | None = None,
+) -> tuple[TokenChoice, jax.Array, jax.Array]:
+    """``softmax_top_k`` with each assignment's position and each expert's count.
+
+    Where a backend has a kernel for it, softmax, top-k, positions and counts are one pass over the
+    logits, without the sort that ``dispatch.positions`` needs.
+
+    Args:
+      logits: float[T, E]; cast to float32. Equal logits: the lowest index wins.
+      k: choices per token, 1 <= k <= E.
+      renormalize: divide the k gates by their sum.
+      valid: bool[T]; invalid tokens route nowhere. None: all are valid.
+      backend: a name of ``BACKENDS``; None: the best for the device.
+
+    Returns:
+      The TokenChoice of ``softmax_top_k``, with its gradients; position i32[T, k] as
+      ``dispatch.positions`` of priority "arrival" has it, to be handed to ``dispatch.moe``; and
+      i32[E], the assignments of each expert.
+
+    Raises:
+      ValueError: logits not [T, E], k out of range, valid not [T], a backend that refuses.
+    """
+    logits, valid = check_logits(logits, valid)
+    k = check_count("k", k, logits.shape[1], "the number of experts")
+    api.check_index(logits.shape[0] * k, "assignments T*k")
+    chosen = _select(logits.shape[1], k, backend)
+    expert, gate, position, counts = _route(chosen, k, logits, valid)
+    if renormalize:
+        total = jnp.sum(gate, axis=1, keepdims=True)
+        gate = gate / jnp.where(total == 0, 1.0, total)
+    return TokenChoice(expert, gate, logits, router_probs(logits, valid)), position, counts
+
+
+def _select(num_experts, k, backend):
+    """The named backend, else the one with a kernel for the platform, else XLA's sort."""
+    kernels = {"gpu": "mosaic_gpu", "tpu": "pallas_tpu"}
+    if backend is None:
+        fits = num_experts <= MOST_EXPERTS and k <= MOST_CHOICES
+        backend = kernels.get(api.current_platform(), "xla_cpu") if fits else "xla_cpu"
+    return api.load(backend)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _route(backend: Backend, k: int, logits, valid):
+    return backend.route(logits, k, valid)
+
+
+def _route_fwd(backend, k, logits, valid):
+    out = backend.route(logits, k, valid)
+    return out, (logits, valid, out[0], out[1])
+
+
+def _route_bwd(backend, k, residuals, cotangents):
+    logits, valid, expert, probability = residuals
+    # Of p_e = softmax(logits)_e, as in every softmax: p_e (g_e - sum_j g_j p_j).
+    weighed = cotangents[1] * probability
+    own = jnp.where(expert[..., None] == jnp.arange(logits.shape[1]), weighed[..., None], 0)
+    total = jnp.sum(weighed, axis=1, keepdims=True)
+    d_logits = jnp.sum(own, axis=1) - router_probs(logits, valid) * total
+    return d_logits, np.zeros(valid.shape, jax.dtypes.float0)
+
+
+_route.defvjp(_route_fwd, _route_bwd)
