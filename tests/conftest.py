@@ -4,6 +4,8 @@ import os
 
 import pytest
 
+# Where the compilers for accelerators are installed, jax would look for the accelerators.
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
 _flags = os.environ.get("XLA_FLAGS", "")
 if "xla_force_host_platform_device_count" not in _flags:
     os.environ["XLA_FLAGS"] = f"{_flags} --xla_force_host_platform_device_count=8".strip()

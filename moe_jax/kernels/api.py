@@ -4,6 +4,7 @@ Axis legend: T tokens, E experts, k choices, N rows, d and f the inner and outer
 """
 
 import importlib
+import re
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -14,49 +15,61 @@ from jax.typing import DTypeLike
 from moe_jax.kernels import grouped
 from moe_jax.kernels.backend import Backend
 
+# GPUs with the instructions that our kernels are made of, and TPUs without room for their blocks.
+_HOPPER = re.compile(r"\b(H100|H200|H800|H20|GH200)\b")
+_SMALL_TPUS = ("TPU v2", "TPU v3", "TPU v4", "TPU v4 lite")
+
 
 class Work(NamedTuple):
-    """What a backend is asked for.
+    """What a backend is asked for, and where.
 
     Attributes:
       dtype: of rows and matrices.
       widths: d and f; a backend may need multiples of something.
+      platform: cpu, gpu or tpu.
+      kind: of the device, as jax names it.
     """
 
     dtype: jnp.dtype
     widths: tuple[int, ...]
+    platform: str
+    kind: str
 
 
 class _Candidate(NamedTuple):
     about: str
     module: str  # is imported when the backend is used
     attribute: str
-    refuses: Callable[[str, Work], str | None]  # (platform, work) -> why not
+    refuses: Callable[[Work], str | None]  # why it cannot
 
 
-def _refuses_nothing(platform, work):
+def _refuses_nothing(work):
     return None
 
 
-def _xla_ragged_refuses(platform, work):
-    if platform != "tpu":
-        return f"costs E times the work on {platform}"
+def _xla_ragged_refuses(work):
+    if work.platform != "tpu":
+        return f"costs E times the work on {work.platform}"
     if jax.__version_info__ < (0, 11):
         return f"its weight gradient costs E times the work in jax {jax.__version__} (needs 0.11)"
     return None
 
 
-def _pallas_tpu_refuses(platform, work):
-    if platform != "tpu":
-        return f"made for tpu, this is {platform}"
+def _pallas_tpu_refuses(work):
+    if work.platform != "tpu":
+        return f"made for tpu, this is {work.platform}"
+    if work.kind in _SMALL_TPUS:
+        return f"made for TPU v5e and later, this is {work.kind}"
     if work.dtype not in (jnp.float32, jnp.bfloat16):
         return f"takes float32 and bfloat16, got {work.dtype}"
     return None
 
 
-def _mosaic_gpu_refuses(platform, work):
-    if platform != "gpu":
-        return f"made for gpu, this is {platform}"
+def _mosaic_gpu_refuses(work):
+    if work.platform != "gpu":
+        return f"made for gpu, this is {work.platform}"
+    if not _HOPPER.search(work.kind):
+        return f"made for Hopper (H100, H200), this is {work.kind}"
     if work.dtype not in (jnp.bfloat16, jnp.float16):
         return f"takes bfloat16 and float16, got {work.dtype}"
     if any(width % 8 for width in work.widths):
@@ -64,12 +77,12 @@ def _mosaic_gpu_refuses(platform, work):
     return None
 
 
-def _tokamax_refuses(platform, work):
+def _tokamax_refuses(work):
     from moe_jax.kernels import ragged
 
     if not ragged.has_tokamax():
         return "is not installed (pip install tokamax)"
-    if platform == "cpu":
+    if work.platform == "cpu":
         return "has no kernel for cpu"
     if work.dtype not in (jnp.float32, jnp.bfloat16):
         return f"takes float32 and bfloat16, got {work.dtype}"
@@ -109,15 +122,14 @@ _PREFERENCE = {
 }
 
 
-def current_platform() -> str:
-    """cpu, gpu or tpu: of the mesh in use (``jax.set_mesh``), else of jax's default device."""
+def current_device() -> tuple[str, str]:
+    """Platform and kind of the mesh in use (``jax.set_mesh``), else of jax's default device."""
     device = jax.sharding.get_abstract_mesh().abstract_device
-    if device is not None:
-        return device.platform
-    default = jax.config.jax_default_device
-    if default is not None:
-        return default if isinstance(default, str) else default.platform
-    return jax.default_backend()
+    if device is None:
+        device = jax.config.jax_default_device or jax.devices()[0]
+    if isinstance(device, str):  # the name of a platform
+        device = jax.devices(device)[0]
+    return device.platform, device.device_kind
 
 
 def select(dtype: DTypeLike, widths: tuple[int, ...], backend: str | None = None) -> Backend:
@@ -131,18 +143,33 @@ def select(dtype: DTypeLike, widths: tuple[int, ...], backend: str | None = None
     Raises:
       ValueError: unknown name, or a backend that refuses, with its reason.
     """
-    work, platform = Work(jnp.dtype(dtype), tuple(widths)), current_platform()
+    work = Work(jnp.dtype(dtype), tuple(widths), *current_device())
     if backend is None:
-        names = _PREFERENCE.get(platform, ("xla_cpu",))
-        backend = next(n for n in names if _CANDIDATES[n].refuses(platform, work) is None)
+        names = _PREFERENCE.get(work.platform, ("xla_cpu",))
+        backend = next(n for n in names if _CANDIDATES[n].refuses(work) is None)
     elif backend in _CANDIDATES:
-        reason = _CANDIDATES[backend].refuses(platform, work)
+        reason = _CANDIDATES[backend].refuses(work)
         if reason is not None:
             raise ValueError(f"backend: got {backend!r}, which {reason}")
+    return load(backend)
+
+
+def refusal(backend: str, dtype: DTypeLike, widths: tuple[int, ...]) -> str | None:
+    """Why a backend cannot do this work on the current device; None if it can."""
+    return _CANDIDATES[backend].refuses(Work(jnp.dtype(dtype), tuple(widths), *current_device()))
+
+
+def load(backend: str) -> Backend:
+    """The backend of that name.
+
+    Raises:
+      ValueError: unknown name.
+    """
+    if backend not in _CANDIDATES:
+        raise ValueError(f"backend: got {backend!r}; allowed: {', '.join(BACKENDS)}, or None")
     candidate = _CANDIDATES[backend]
-    return getattr(
-        importlib.import_module(f"moe_jax.kernels.{candidate.module}"), candidate.attribute
-    )
+    module = importlib.import_module(f"moe_jax.kernels.{candidate.module}")
+    return getattr(module, candidate.attribute)
 
 
 def explain(dtype: DTypeLike = jnp.float32, widths: tuple[int, ...] = (128, 128)) -> str:
@@ -155,16 +182,16 @@ def explain(dtype: DTypeLike = jnp.float32, widths: tuple[int, ...] = (128, 128)
     Returns:
       One line that names the choice, then one line a backend.
     """
-    work, platform = Work(jnp.dtype(dtype), tuple(widths)), current_platform()
+    work = Work(jnp.dtype(dtype), tuple(widths), *current_device())
     chosen = select(dtype, widths).name
-    lines = [f"kernels: {chosen} on {platform} for {work.dtype}, widths {work.widths}"]
+    lines = [f"kernels: {chosen} on {work.kind} for {work.dtype}, widths {work.widths}"]
     for name, candidate in _CANDIDATES.items():
-        reason = candidate.refuses(platform, work)
+        reason = candidate.refuses(work)
         if name == chosen:
             state = "chosen"
         elif reason is not None:
             state = reason
-        elif name in _PREFERENCE.get(platform, ()):
+        elif name in _PREFERENCE.get(work.platform, ()):
             state = "could serve"
         else:
             state = "on request"

@@ -59,12 +59,14 @@ def fused_router(
 
 
 def _select(num_experts, k, backend):
-    """The named backend, else the one with a kernel for the platform, else XLA's sort."""
-    kernels = {"gpu": "mosaic_gpu", "tpu": "pallas_tpu"}
-    if backend is None:
-        fits = num_experts <= MOST_EXPERTS and k <= MOST_CHOICES
-        backend = kernels.get(api.current_platform(), "xla_cpu") if fits else "xla_cpu"
-    return api.load(backend)
+    """The named backend, else the one with a kernel for the device, else XLA's sort."""
+    if backend is not None:
+        return api.load(backend)
+    if num_experts <= MOST_EXPERTS and k <= MOST_CHOICES:
+        for name in ("mosaic_gpu", "pallas_tpu"):
+            if api.refusal(name, jnp.bfloat16, ()) is None:
+                return api.load(name)
+    return api.load("xla_cpu")
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))

@@ -21,17 +21,18 @@ import jax.numpy as jnp
 from moe_jax.kernels import xla_rows
 from moe_jax.kernels.backend import Backend
 
-# Tile sizes in sixteenths of a full tile: finest around a fair share, which is 8. More of them pad
-# less and compile longer.
-_LADDER_SIXTEENTHS = (2, 4, 6, 7, 8, 9, 10, 12, 16)
-_SMALLEST_TILE_ROWS = 16
+# Tile sizes in 32nds of a full tile: finest around a fair share, which is 16. More of them pad less
+# and compile longer.
+_LADDER_32NDS = (4, 8, 12, 14, 15, 16, 17, 18, 20, 24, 32)
+# What a matrix product likes the number of its rows to be a multiple of.
+_MULTIPLE_ROWS = 8
 
 
 def tile_sizes(num_rows: int, num_groups: int) -> list[int]:
     """The ladder of tile sizes, rising; the last is the full tile, about twice a fair share."""
-    unit = -(-2 * num_rows // (16 * num_groups))
-    unit = -(-unit // _SMALLEST_TILE_ROWS) * _SMALLEST_TILE_ROWS
-    return sorted({min(unit * step, num_rows) for step in _LADDER_SIXTEENTHS})
+    unit = 32 * num_groups * _MULTIPLE_ROWS
+    sizes = (-(-2 * num_rows * step // unit) * _MULTIPLE_ROWS for step in _LADDER_32NDS)
+    return sorted({min(size, num_rows) for size in sizes})
 
 
 def slack_rows(num_rows: int, num_groups: int) -> int:

@@ -12,6 +12,7 @@ from moe_jax.checkpoints import CheckpointError
 from moe_jax.config import ConfigError, parse_command_line
 from moe_jax.train.log import LogError
 from moe_jax.train.loop import TrainingError, train
+from moe_jax.train.memory import keep_freed_memory
 from moe_jax.train.signals import StopRequest
 from moe_jax.train.workdir import prepare_workdir
 
@@ -76,6 +77,7 @@ def _silence_libraries():
 
 if __name__ == "__main__":
     _silence_libraries()
+    keep_freed_memory()
     code = main(sys.argv[1:])
     sys.stdout.flush()
     if code == 1:

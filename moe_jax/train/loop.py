@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from ml_collections import ConfigDict
 
 from moe_jax.checkpoints import CheckpointError, Checkpoints, saved_steps
+from moe_jax.kernels import explain
 from moe_jax.train.build import (
     make_initial_state,
     make_method,
@@ -73,6 +74,9 @@ def train(config: ConfigDict, directory: Path, *, stop: StopRequest, name: str =
         progress.say("preparing the data and the model")
         data, batches = _load_data(config)
         model = make_model(config, data.tokenizer.vocab_size)
+        if config.moe.num_experts:
+            widths = (config.model.width, config.moe.expert_width)
+            progress.say(explain(config.model.dtype, widths).splitlines()[0])
         with Checkpoints(
             checkpoints_directory, keep_last=config.keep_last, keep_best=config.keep_best
         ) as checkpoints:

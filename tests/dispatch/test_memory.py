@@ -2,16 +2,21 @@
 
 import jax
 import jax.numpy as jnp
+import pytest
 
-from moe_jax.dispatch import moe
+from moe_jax.dispatch import capacity, moe
 from moe_jax.routing import softmax_top_k
 
 
-def test_temporaries_of_dropless_do_not_grow_with_the_number_of_experts():
+@pytest.mark.parametrize("implementation", ["dropless", "sorted"])
+def test_temporaries_do_not_grow_with_the_number_of_experts(implementation):
     # T*k stays at 1024 rows. The gradients of the weights are outputs, not temporaries.
     def temporary_bytes(num_experts):
+        limit = None if implementation == "dropless" else capacity(512, num_experts, 2, 1.25)
+        how = dict(implementation=implementation, capacity=limit)
+
         def loss(x, router, w_in, w_out):
-            y, _ = moe(x, softmax_top_k(x @ router, 2), {"w_in": w_in, "w_out": w_out})
+            y, _ = moe(x, softmax_top_k(x @ router, 2), {"w_in": w_in, "w_out": w_out}, **how)
             return jnp.sum(y**2)
 
         d, f = 32, 64

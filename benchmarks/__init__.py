@@ -1,0 +1,1 @@
+"""Measurements against other implementations. Not part of the package moe_jax."""

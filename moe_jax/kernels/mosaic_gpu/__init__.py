@@ -1,0 +1,1 @@
+"""Kernels for NVIDIA Hopper, written in Pallas for Mosaic GPU."""
