@@ -3,6 +3,9 @@
 Axis legend: T tokens, K slots, E experts, d width, f expert width.
 """
 
+import functools
+from collections.abc import Hashable
+
 import jax
 import jax.numpy as jnp
 
@@ -36,6 +39,8 @@ def dropless_moe(x, expert, gate, position, experts, *, capacity, activation, ba
     nowhere = jnp.iinfo(jnp.int32).max
     row = jnp.where(expert < num_experts, start[expert] + position, nowhere)
     assignment = assignment_of_row(row, expert.size)
+    if not isinstance(activation, Hashable):
+        activation = functools.partial(activation)
     _, closed_over = jax.closure_convert(activation, jax.ShapeDtypeStruct((), jnp.float32))
     if not closed_over:
         return dropless_experts(backend, activation, x, gate, experts, row, assignment, sizes)

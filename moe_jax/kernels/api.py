@@ -223,9 +223,12 @@ def grouped_matmul(
         raise ValueError(f"got lhs {lhs.shape}, rhs {rhs.shape}; allowed: [N, d] and [E, d, f]")
     if group_sizes.shape != rhs.shape[:1]:
         raise ValueError(f"group_sizes: got shape {group_sizes.shape}; allowed: {rhs.shape[:1]}")
+    if not jnp.issubdtype(group_sizes.dtype, jnp.integer):
+        raise ValueError(f"group_sizes: got dtype {group_sizes.dtype}; allowed: integers")
     check_index(lhs.shape[0], "rows N")
     dtype = jnp.result_type(lhs, rhs)
     chosen = select(dtype, rhs.shape[1:], backend)
+    group_sizes = group_sizes.astype(jnp.int32)
     out = grouped.matmul(chosen, lhs.astype(dtype), rhs.astype(dtype), group_sizes)
     return out.astype(lhs.dtype)
 

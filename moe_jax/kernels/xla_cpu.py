@@ -30,7 +30,7 @@ _MULTIPLE_ROWS = 8
 
 def tile_sizes(num_rows: int, num_groups: int) -> list[int]:
     """The ladder of tile sizes, rising; the last is the full tile, about twice a fair share."""
-    unit = 32 * num_groups * _MULTIPLE_ROWS
+    unit = 32 * max(num_groups, 1) * _MULTIPLE_ROWS
     sizes = (-(-2 * num_rows * step // unit) * _MULTIPLE_ROWS for step in _LADDER_32NDS)
     return sorted({min(size, num_rows) for size in sizes})
 
@@ -64,7 +64,8 @@ def hidden(lhs, w_in, w_gate, bias, group_sizes, activation):
     u = matmul(lhs, w_in, group_sizes, bias=bias)
     v = None if w_gate is None else matmul(lhs, w_gate, group_sizes)
     inside = (jnp.arange(lhs.shape[0]) < jnp.sum(group_sizes))[:, None]
-    return jnp.where(inside, _activate(activation, u, v).astype(lhs.dtype), 0), u, v
+    wide = (None if part is None else part.astype(_accumulator(lhs.dtype)) for part in (u, v))
+    return jnp.where(inside, _activate(activation, *wide), 0).astype(lhs.dtype), u, v
 
 
 def outer(lhs, rhs, group_sizes, *, scale=None, dtype):
@@ -74,17 +75,16 @@ def outer(lhs, rhs, group_sizes, *, scale=None, dtype):
     there = (jnp.arange(num_rows) < jnp.sum(group_sizes))[:, None]
     lhs, rhs = (jnp.pad(jnp.where(there, x, 0), ((0, slack), (0, 0))) for x in (lhs, rhs))
 
-    def product(row, size, end):
-        left = jnp.where(_inside(row, size, end), _rows(lhs, row, size), 0)
-        return _dot(left, _rows(rhs, row, size), (0, 0))
+    def tile_with(put_matrix):
+        def tile(group, row, size, end, out):
+            mine = _inside(row, size, end)
+            left, right = (jnp.where(mine, _rows(array, row, size), 0) for array in (lhs, rhs))
+            return put_matrix(out, _dot(left, right, (0, 0)), group)
 
-    def write(group, row, size, end, out):
-        return _put_matrix(out, product(row, size, end), group)
-
-    def add(group, row, size, end, out):
-        return _add_matrix(out, product(row, size, end), group)
+        return tile
 
     out = jnp.zeros((group_sizes.shape[0], lhs.shape[1], rhs.shape[1]), _accumulator(dtype))
+    write, add = tile_with(_put_matrix), tile_with(_add_matrix)
     return _for_each_tile(group_sizes, num_rows, write, add, out).astype(dtype)
 
 
@@ -113,31 +113,29 @@ def backward(rows, scale, experts, group_sizes, activation, saved, cotangent):
     """See ``backend.Backward``."""
     num_rows, scale = scale.shape[0], jnp.pad(scale, (0, rows.shape[0] - scale.shape[0]))
 
-    def gradients(group, row, size, end):
-        def mine(array):
-            # Zeros in all of them, since 0 * NaN is NaN and the next group may hold one.
-            return jnp.where(_inside(row, size, end), _rows(array, row, size), 0)
+    def tile_with(put_matrix):
+        def tile(group, row, size, end, buffers):
+            def mine(array):
+                # Zeros in all of them, since 0 * NaN is NaN and the next group may hold one.
+                return jnp.where(_inside(row, size, end), _rows(array, row, size), 0)
 
-        one = {name: weight[group] for name, weight in experts.items()}
-        pre = tuple(None if part is None else mine(part) for part in saved)
-        gate = _rows(scale, row, size)[:, None]
-        return _tile_gradients(mine(rows), gate, one, activation, pre, mine(cotangent))
+            one = {name: weight[group] for name, weight in experts.items()}
+            pre = tuple(None if part is None else mine(part) for part in saved)
+            gate = _rows(scale, row, size)[:, None]
+            d_row, d_scale, d_one = _tile_gradients(
+                mine(rows), gate, one, activation, pre, mine(cotangent)
+            )
+            d_experts = {n: put_matrix(total, d_one[n], group) for n, total in buffers[2].items()}
+            return _put(buffers[0], d_row, row), _put(buffers[1], d_scale, row), d_experts
 
-    def write(group, row, size, end, buffers):
-        d_row, d_scale, d_experts = gradients(group, row, size, end)
-        d_experts = {n: _put_matrix(buffers[2][n], d_experts[n], group) for n in experts}
-        return _put(buffers[0], d_row, row), _put(buffers[1], d_scale, row), d_experts
-
-    def add(group, row, size, end, buffers):
-        d_row, d_scale, d_experts = gradients(group, row, size, end)
-        d_experts = {n: _add_matrix(buffers[2][n], d_experts[n], group) for n in experts}
-        return _put(buffers[0], d_row, row), _put(buffers[1], d_scale, row), d_experts
+        return tile
 
     buffers = (
         jnp.zeros_like(rows),
         jnp.zeros_like(scale),
         {n: jnp.zeros(weight.shape, _accumulator(weight.dtype)) for n, weight in experts.items()},
     )
+    write, add = tile_with(_put_matrix), tile_with(_add_matrix)
     d_rows, d_scale, d_experts = _for_each_tile(group_sizes, num_rows, write, add, buffers)
     return d_rows, d_scale[:num_rows], {n: d_experts[n].astype(experts[n].dtype) for n in experts}
 

@@ -304,3 +304,26 @@ def test_bad_input(change, message):
         arguments |= change
     with pytest.raises(ValueError, match=message):
         moe(**arguments)
+
+
+def test_an_activation_may_learn_and_need_not_be_hashable():
+    x, router, experts = make_case(num_tokens=10)
+    routing = softmax_top_k(x @ router, 2)
+
+    class Swish:
+        __hash__ = None
+
+        def __init__(self, slope):
+            self.slope = slope
+
+        def __call__(self, h):
+            return h * jax.nn.sigmoid(self.slope * h)
+
+    def loss(slope, implementation):
+        how = dict(implementation=implementation, activation=Swish(slope))
+        return jnp.sum(moe(x, routing, experts, **how)[0] ** 2)
+
+    want, d_want = jax.value_and_grad(loss)(1.5, "einsum")
+    got, d_got = jax.value_and_grad(loss)(1.5, "dropless")
+    np.testing.assert_allclose([got, d_got], [want, d_want], rtol=1e-5)
+    np.testing.assert_allclose(loss(1.5, "dropless"), want, rtol=1e-5)

@@ -117,3 +117,23 @@ def test_bad_shapes():
         grouped_matmul(jnp.ones((3, 4)), jnp.ones((2, 5, 6)), jnp.array([1, 2]))
     with pytest.raises(ValueError, match=r"group_sizes: got shape \(3,\); allowed: \(2,\)"):
         grouped_matmul(jnp.ones((3, 4)), jnp.ones((2, 4, 6)), jnp.array([1, 1, 1]))
+
+
+def test_no_group_and_sizes_of_other_integers():
+    assert grouped_matmul(jnp.ones((3, 4)), jnp.ones((0, 4, 6)), jnp.zeros(0, int)).shape == (3, 6)
+    # 200 + 200 is more than a uint8 holds.
+    sizes = np.array([200, 200], np.uint8)
+    out = grouped_matmul(
+        jnp.ones((400, 4)), jnp.stack([jnp.ones((4, 6)), jnp.zeros((4, 6))]), sizes
+    )
+    np.testing.assert_array_equal(out[:, 0], np.repeat([4.0, 0.0], 200))
+    with pytest.raises(ValueError, match="group_sizes: got dtype float32; allowed: integers"):
+        grouped_matmul(jnp.ones((3, 4)), jnp.ones((1, 4, 6)), jnp.ones(1))
+
+
+def test_a_nan_stays_in_its_group():
+    lhs = jnp.ones((8, 4)).at[5].set(jnp.nan)
+    gradient = jax.grad(lambda w: jnp.sum(grouped_matmul(lhs, w, jnp.array([4, 4])) ** 2))(
+        jnp.ones((2, 4, 3))
+    )
+    assert np.isfinite(gradient[0]).all() and np.isnan(gradient[1]).all()
