@@ -93,24 +93,13 @@ def train_steps():
     import jax
     import jax.numpy as jnp
 
-    from benchmarks.models import demo_config
-    from moe_jax.train import build
-    from moe_jax.train.step import make_train_step
+    from benchmarks.models import demo_config, our_step
 
     for variant in ("dense", "moe"):
         config = demo_config(variant)
         config.model.dtype = "bfloat16"
-        model = build.make_model(config, config.data.vocab_size)
-        step = make_train_step(
-            model,
-            build.make_optimizer_of(config),
-            build.make_schedule(config),
-            build.make_weights(config),
-            accumulate_steps=config.optimizer.accumulate_steps,
-            method=build.make_method(config),
-            steps=config.steps,
-        )
-        state = jax.eval_shape(lambda c=config, m=model: build.make_initial_state(c, m))
+        step, initial_state = our_step(config)
+        state = jax.eval_shape(initial_state)
         shape = (config.data.batch_size, config.data.sequence_length + 1)
         batch = {"tokens": jax.ShapeDtypeStruct(shape, jnp.int32)}
         backend = "dense" if variant == "dense" else "default"

@@ -98,10 +98,8 @@ def unrolled(config):
     return config
 
 
-def ours(config) -> Training:
-    """Our model and train step, built as the trainer builds them."""
-    import jax
-
+def our_step(config):
+    """Our train step, and what makes its first state, built as the trainer builds them."""
     from moe_jax.train import build
     from moe_jax.train.step import make_train_step
 
@@ -115,7 +113,15 @@ def ours(config) -> Training:
         method=build.make_method(config),
         steps=config.steps,
     )
-    state = jax.jit(lambda: build.make_initial_state(config, model))()
+    return step, lambda: build.make_initial_state(config, model)
+
+
+def ours(config) -> Training:
+    """Our model and train step."""
+    import jax
+
+    step, initial_state = our_step(config)
+    state = jax.jit(initial_state)()
     parameters = sum(leaf.size for leaf in jax.tree.leaves(state.params))
     now = {"state": state, "metrics": None}
 

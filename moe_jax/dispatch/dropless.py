@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from moe_jax.dispatch.feed_forward import feed_forward
 from moe_jax.kernels.experts import dropless_experts
 from moe_jax.kernels.grouped import matmul
+from moe_jax.kernels.manual import vary_alike
 from moe_jax.kernels.rows import assignment_of_row, from_rows, to_rows
 from moe_jax.routing import expert_counts
 
@@ -41,11 +42,11 @@ def dropless_moe(x, expert, gate, position, experts, *, capacity, activation, ba
     assignment = assignment_of_row(row, expert.size)
     if not isinstance(activation, Hashable):
         activation = functools.partial(activation)
-    _, closed_over = jax.closure_convert(activation, jax.ShapeDtypeStruct((), jnp.float32))
-    if not closed_over:
-        return dropless_experts(backend, activation, x, gate, experts, row, assignment, sizes)
+    if not _closes_over_tracers(activation):
+        arrays = vary_alike(x, gate, experts, row, assignment, sizes)
+        return dropless_experts(backend, activation, *arrays)
 
-    # An activation with something to learn: its gradient is left to jax.
+    # The gradient of an activation that, say, learns something is left to jax.
     def bias(weight):
         expert_of_row = expert.ravel()[jnp.minimum(assignment, expert.size - 1)]
         return weight[jnp.minimum(expert_of_row, num_experts - 1)]
@@ -55,3 +56,9 @@ def dropless_moe(x, expert, gate, position, experts, *, capacity, activation, ba
         rows, experts, activation, lambda rows, weight: matmul(backend, rows, weight, sizes), bias
     )
     return from_rows(backend, rows, gate, row, assignment)
+
+
+def _closes_over_tracers(activation):
+    """Whether it uses something beside its argument that is being traced or differentiated."""
+    closed = jax.make_jaxpr(activation)(jax.ShapeDtypeStruct((1, 1), jnp.float32))
+    return any(isinstance(const, jax.core.Tracer) for const in closed.consts)

@@ -6,6 +6,7 @@ Axis legend: E experts, n rows, d width, f expert width.
 from collections.abc import Callable
 
 import jax
+import jax.numpy as jnp
 
 Activation = str | Callable[[jax.Array], jax.Array]
 
@@ -14,17 +15,26 @@ def activation_function(activation: Activation) -> Callable[[jax.Array], jax.Arr
     """The activation itself, or the function of jax.nn with that name, with its defaults.
 
     Raises:
-      ValueError: jax.nn has no function of that name.
+      ValueError: jax.nn has no function of that name, or it does not keep the shape.
     """
-    if callable(activation):
-        return activation
-    function = getattr(jax.nn, activation, None) if isinstance(activation, str) else None
-    if not callable(function):
+    function = activation
+    if isinstance(activation, str):
+        function = getattr(jax.nn, activation, None)
+    if not (callable(function) and _keeps_shape(function)):
         raise ValueError(
-            f"activation: got {activation!r}; allowed: a callable, or the name of a function in"
-            " jax.nn such as 'gelu', 'relu', 'silu'"
+            f"activation: got {activation!r}; allowed: an elementwise function of one array, or the"
+            " name of one in jax.nn such as 'gelu', 'relu', 'silu'"
         )
     return function
+
+
+def _keeps_shape(function):
+    """Whether it makes of one array another of its shape, as what is elementwise does."""
+    example = jax.ShapeDtypeStruct((2, 4), jnp.float32)
+    try:
+        return jax.eval_shape(function, example).shape == example.shape
+    except (TypeError, AttributeError):  # more arguments, or no array
+        return False
 
 
 def check_experts(experts: dict, width: int) -> tuple[int, int, int]:

@@ -8,13 +8,13 @@ from typing import Literal, get_args
 import jax
 import jax.numpy as jnp
 
-from moe_jax.dispatch.capacity import Priority, positions
+from moe_jax.dispatch.capacity import PRIORITIES, Priority, positions
 from moe_jax.dispatch.dropless import dropless_moe
 from moe_jax.dispatch.einsum import einsum_moe
 from moe_jax.dispatch.expert_rows import expert_choice_moe, merged_moe, soft_moe
 from moe_jax.dispatch.feed_forward import Activation, activation_function, check_experts
 from moe_jax.dispatch.sorted import sorted_moe
-from moe_jax.kernels import select
+from moe_jax.kernels import BACKENDS, select
 from moe_jax.kernels.api import check_index
 from moe_jax.routing import Choice, ExpertChoice, ExpertMerge, SoftChoice, expert_counts
 
@@ -56,7 +56,8 @@ def moe(
       priority: see ``positions``.
       activation: a callable (elementwise), or a name in jax.nn with its defaults.
       position: i32[T, K], the positions of the assignments where they are known already, as from
-        ``moe_jax.kernels.fused_router``; ``priority`` then says nothing.
+        ``moe_jax.kernels.fused_router``; ``priority`` then says nothing. They must be those of
+        exactly this ``expert``, which is not checked.
       backend: a name of ``moe_jax.kernels.BACKENDS``, who computes; None: the best for the device,
         which ``moe_jax.kernels.explain`` names.
 
@@ -71,8 +72,11 @@ def moe(
     if implementation not in IMPLEMENTATIONS:
         allowed = ", ".join(IMPLEMENTATIONS)
         raise ValueError(f"implementation: got {implementation!r}; allowed: {allowed}")
-    if capacity is not None and (int(capacity) != capacity or capacity < 1):
-        raise ValueError(f"capacity: got {capacity!r}; allowed: integers >= 1, or None")
+    if priority not in PRIORITIES:
+        raise ValueError(f"priority: got {priority!r}; allowed: {', '.join(PRIORITIES)}")
+    if backend is not None and backend not in BACKENDS:
+        raise ValueError(f"backend: got {backend!r}; allowed: {', '.join(BACKENDS)}, or None")
+    _check_capacity(capacity)
     x, experts = jnp.asarray(x), jax.tree.map(jnp.asarray, experts)
     num_experts = _check(x, routing, experts)
     activation = activation_function(activation)
@@ -83,14 +87,18 @@ def moe(
             raise ValueError(f"capacity: got {capacity!r}; allowed: None with {name}")
         y = by_expert[type(routing)](x, routing, experts, activation=activation)
         return y, jnp.zeros(num_experts, jnp.int32)
-    expert, gate = jnp.asarray(routing.expert), jnp.asarray(routing.gate)
+    expert, gate = _integers("routing.expert", routing.expert), jnp.asarray(routing.gate)
     check_index(expert.size, "assignments T*K")
     if position is None:
         position = positions(expert, num_experts, priority=priority, gate=gate)
-    elif position.shape != expert.shape:
-        raise ValueError(f"position: got shape {position.shape}; allowed: {expert.shape}")
+    else:
+        position = _integers("position", position)
+        if position.shape != expert.shape:
+            raise ValueError(f"position: got shape {position.shape}; allowed: {expert.shape}")
     expert, gate, dropped = _drop(expert, gate, position, num_experts, capacity)
     compute = {"dropless": dropless_moe, "sorted": sorted_moe, "einsum": einsum_moe}
+    # Einsums are XLA's on every device.
+    backend = None if implementation == "einsum" else backend
     y = compute[implementation](
         x,
         expert,
@@ -102,6 +110,24 @@ def moe(
         backend=select(_dtype(x, experts), experts["w_in"].shape[1:], backend),
     )
     return y.astype(x.dtype), dropped
+
+
+def _check_capacity(capacity):
+    try:
+        fits = capacity is None or (
+            not isinstance(capacity, bool) and int(capacity) == capacity and capacity >= 1
+        )
+    except (TypeError, ValueError, OverflowError):  # no number, NaN, infinity, a traced value
+        fits = False
+    if not fits:
+        raise ValueError(f"capacity: got {capacity!r}; allowed: integers >= 1, or None")
+
+
+def _integers(name, array):
+    array = jnp.asarray(array)
+    if not jnp.issubdtype(array.dtype, jnp.integer):
+        raise ValueError(f"{name}: got dtype {array.dtype}; allowed: integers")
+    return array.astype(jnp.int32)
 
 
 def _check(x, routing, experts):

@@ -14,6 +14,7 @@ from jax.typing import DTypeLike
 
 from moe_jax.kernels import grouped
 from moe_jax.kernels.backend import Backend
+from moe_jax.kernels.manual import vary_alike
 
 # GPUs with the instructions that our kernels are made of, and TPUs without room for their blocks.
 _HOPPER = re.compile(r"\b(H100|H200|H800|H20|GH200)\b")
@@ -109,7 +110,7 @@ _CANDIDATES = {
     "tokamax": _Candidate("tokamax's ragged dot", "ragged", "TOKAMAX", _tokamax_refuses),
     "xla_ragged": _Candidate("XLA's ragged dot", "ragged", "XLA", _xla_ragged_refuses),
     "reference": _Candidate(
-        "every matrix meets every row: for tests", "reference", "BACKEND", _refuses_nothing
+        "every matrix meets every row, for tests", "reference", "BACKEND", _refuses_nothing
     ),
 }
 BACKENDS: tuple[str, ...] = tuple(_CANDIDATES)
@@ -209,7 +210,7 @@ def grouped_matmul(
     Args:
       lhs: float[N, d], rows sorted by group; row 0 is the first row of group 0.
       rhs: float[E, d, f].
-      group_sizes: i32[E], rows of each group; sum <= N.
+      group_sizes: integer[E], rows of each group; each >= 0 and the sum <= N, which is not checked.
       backend: a name of ``BACKENDS``; None: the best for the device, see ``explain``.
 
     Returns:
@@ -225,11 +226,15 @@ def grouped_matmul(
         raise ValueError(f"group_sizes: got shape {group_sizes.shape}; allowed: {rhs.shape[:1]}")
     if not jnp.issubdtype(group_sizes.dtype, jnp.integer):
         raise ValueError(f"group_sizes: got dtype {group_sizes.dtype}; allowed: integers")
+    for name, array in (("lhs", lhs), ("rhs", rhs)):
+        if not jnp.issubdtype(array.dtype, jnp.inexact):
+            raise ValueError(f"{name}: got dtype {array.dtype}; allowed: floating-point numbers")
     check_index(lhs.shape[0], "rows N")
     dtype = jnp.result_type(lhs, rhs)
     chosen = select(dtype, rhs.shape[1:], backend)
     group_sizes = group_sizes.astype(jnp.int32)
-    out = grouped.matmul(chosen, lhs.astype(dtype), rhs.astype(dtype), group_sizes)
+    arrays = vary_alike(lhs.astype(dtype), rhs.astype(dtype), group_sizes)
+    out = grouped.matmul(chosen, *arrays)
     return out.astype(lhs.dtype)
 
 

@@ -7,6 +7,7 @@ Axis legend: T tokens, K slots per token, E experts, k choices, N rows sorted by
 with slack, a and b the inner and outer width of a product, d model width, f expert width.
 """
 
+import functools
 from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
@@ -231,3 +232,24 @@ class Backend(NamedTuple):
     forward: Forward | None = None
     backward: Backward | None = None
     slack_rows: Callable[[int, int], int] = lambda num_rows, num_groups: 0
+
+
+def of_kernels(name: str, grouped, rows, router, interpret) -> Backend:
+    """The backend of three modules of kernels, each of which can be interpreted.
+
+    Args:
+      name: of the backend.
+      grouped, rows, router: modules with matmul, hidden, outer; gather, combine, gate_gradient;
+        and route.
+      interpret: False, or how the kernels are to be interpreted.
+    """
+    pieces = (
+        grouped.matmul,
+        grouped.hidden,
+        grouped.outer,
+        rows.gather,
+        rows.combine,
+        rows.gate_gradient,
+        router.route,
+    )
+    return Backend(name, *(functools.partial(piece, interpret=interpret) for piece in pieces))

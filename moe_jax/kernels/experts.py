@@ -93,18 +93,18 @@ def composed_forward(backend, rows, scale, experts, group_sizes, activation):
 
 def composed_backward(backend, rows, scale, experts, group_sizes, activation, saved, cotangent):
     """``backend.Backward`` of grouped products; XLA fuses what is elementwise between them."""
-    dtype = rows.dtype
+    dtype, wide = rows.dtype, jnp.promote_types(rows.dtype, jnp.float32)
 
     def activate(u, v):
         return activation(u) if v is None else activation(v) * u
 
-    h, pull = jax.vjp(activate, *(None if p is None else p.astype(jnp.float32) for p in saved))
+    h, pull = jax.vjp(activate, *(None if p is None else p.astype(wide) for p in saved))
     # As the forward pass had it: rounded, and 0 in rows of nobody.
     there = (jnp.arange(rows.shape[0]) < jnp.sum(group_sizes))[:, None]
     h = jnp.where(there, h, 0).astype(dtype)
     dh = backend.matmul(cotangent, experts["w_out"], group_sizes, transposed=True)
-    d_scale = jnp.sum(h.astype(jnp.float32) * dh.astype(jnp.float32), axis=1)
-    d_u, d_v = pull(dh.astype(jnp.float32) * scale[:, None])
+    d_scale = jnp.sum(h.astype(wide) * dh.astype(wide), axis=1)
+    d_u, d_v = pull(dh.astype(wide) * scale[:, None])
     d_u = d_u.astype(dtype)
 
     def outer(left, right, name, **keywords):

@@ -17,6 +17,8 @@ from moe_jax.routing.types import check_count, check_logits
 
 # What the kernels for accelerators hold in registers or in one tile.
 MOST_EXPERTS, MOST_CHOICES = 256, 8
+# Routing has no widths; these are refused by none.
+_ANY_WIDTHS = (128, 128)
 
 
 def fused_router(
@@ -33,7 +35,8 @@ def fused_router(
     logits, without the sort that ``dispatch.positions`` needs.
 
     Args:
-      logits: float[T, E]; cast to float32. Equal logits: the lowest index wins.
+      logits: float[T, E]; cast to float32. Equal logits: the lowest index wins. Whom a token with
+        a NaN goes to depends on the backend; its gates are NaN.
       k: choices per token, 1 <= k <= E.
       renormalize: divide the k gates by their sum.
       valid: bool[T]; invalid tokens route nowhere. None: all are valid.
@@ -52,6 +55,9 @@ def fused_router(
     api.check_index(logits.shape[0] * k, "assignments T*k")
     chosen = _select(logits.shape[1], k, backend)
     expert, gate, position, counts = _route(chosen, k, logits, valid)
+    # So that a broken router does not go unseen, whatever a kernel makes of a NaN.
+    broken = valid & jnp.any(jnp.isnan(logits), axis=1)
+    gate = jnp.where(broken[:, None], jnp.nan, gate)
     if renormalize:
         total = jnp.sum(gate, axis=1, keepdims=True)
         gate = gate / jnp.where(total == 0, 1.0, total)
@@ -61,10 +67,10 @@ def fused_router(
 def _select(num_experts, k, backend):
     """The named backend, else the one with a kernel for the device, else XLA's sort."""
     if backend is not None:
-        return api.load(backend)
+        return api.select(jnp.bfloat16, _ANY_WIDTHS, backend)
     if num_experts <= MOST_EXPERTS and k <= MOST_CHOICES:
         for name in ("mosaic_gpu", "pallas_tpu"):
-            if api.refusal(name, jnp.bfloat16, ()) is None:
+            if api.refusal(name, jnp.bfloat16, _ANY_WIDTHS) is None:
                 return api.load(name)
     return api.load("xla_cpu")
 

@@ -52,7 +52,7 @@ def matmul(lhs, rhs, group_sizes, *, transposed=False, bias=None, scale=None):
             product += bias[group]
         return _put(out, product, row)
 
-    out = jnp.zeros((num_rows + slack, rhs.shape[1 if transposed else 2]), lhs.dtype)
+    out = _zeros(lhs, (num_rows + slack, rhs.shape[1 if transposed else 2]))
     out = _for_each_tile(group_sizes, num_rows, tile, tile, out)[:num_rows]
     if scale is not None:
         out = (out * scale[:, None]).astype(out.dtype)
@@ -83,7 +83,7 @@ def outer(lhs, rhs, group_sizes, *, scale=None, dtype):
 
         return tile
 
-    out = jnp.zeros((group_sizes.shape[0], lhs.shape[1], rhs.shape[1]), _accumulator(dtype))
+    out = _zeros(lhs, (group_sizes.shape[0], lhs.shape[1], rhs.shape[1]), _accumulator(dtype))
     write, add = tile_with(_put_matrix), tile_with(_add_matrix)
     return _for_each_tile(group_sizes, num_rows, write, add, out).astype(dtype)
 
@@ -95,16 +95,19 @@ def forward(rows, scale, experts, group_sizes, activation):
 
     def tile(group, row, size, end, buffers):
         one = {name: weight[group] for name, weight in experts.items()}
-        x = _rows(rows, row, size)
+        x = _rows(buffers[0], row, size)
         u = _dot(x, one["w_in"], (1, 0)) + one.get("b_in", 0)
         v = _dot(x, one["w_gate"], (1, 0)) if glu else None
         h = _activate(activation, u, v).astype(rows.dtype)
         out = _dot(h, one["w_out"], (1, 0)) + one.get("b_out", 0)
-        parts = (out * _rows(scale, row, size)[:, None], u, *([v] if glu else []))
+        out = (out * _rows(scale, row, size)[:, None]).astype(rows.dtype)
+        out = jnp.where(_inside(row, size, end), out, x)
+        parts = (out, u, *([v] if glu else []))
         return tuple(_put(*pair, row) for pair in zip(buffers, parts, strict=True))
 
-    narrow, wide = rows.shape, (rows.shape[0], experts["w_in"].shape[2])
-    buffers = tuple(jnp.zeros(shape, rows.dtype) for shape in [narrow, wide, *([wide] * glu)])
+    # The results take the place of the rows, which are not needed again: fresh memory is slow.
+    wide = _zeros(rows, (rows.shape[0], experts["w_in"].shape[2]))
+    buffers = (rows, wide, *([wide] * glu))
     buffers = _for_each_tile(group_sizes, num_rows, tile, tile, buffers)
     return buffers[0], (buffers[1], buffers[2] if glu else None)
 
@@ -115,55 +118,60 @@ def backward(rows, scale, experts, group_sizes, activation, saved, cotangent):
 
     def tile_with(put_matrix):
         def tile(group, row, size, end, buffers):
-            def mine(array):
-                # Zeros in all of them, since 0 * NaN is NaN and the next group may hold one.
-                return jnp.where(_inside(row, size, end), _rows(array, row, size), 0)
-
+            inside = _inside(row, size, end)
             one = {name: weight[group] for name, weight in experts.items()}
-            pre = tuple(None if part is None else mine(part) for part in saved)
+            pre = tuple(None if part is None else _rows(part, row, size) for part in saved)
+            x, dy = _rows(rows, row, size), _rows(buffers[0], row, size)
             gate = _rows(scale, row, size)[:, None]
-            d_row, d_scale, d_one = _tile_gradients(
-                mine(rows), gate, one, activation, pre, mine(cotangent)
-            )
+            d_row, d_scale, d_one = _tile_gradients(x, gate, one, activation, pre, dy, inside)
+            d_row = jnp.where(inside, d_row.astype(rows.dtype), dy)
             d_experts = {n: put_matrix(total, d_one[n], group) for n, total in buffers[2].items()}
             return _put(buffers[0], d_row, row), _put(buffers[1], d_scale, row), d_experts
 
         return tile
 
     buffers = (
-        jnp.zeros_like(rows),
+        cotangent,  # whose place the gradient of the rows takes, as in ``forward``
         jnp.zeros_like(scale),
-        {n: jnp.zeros(weight.shape, _accumulator(weight.dtype)) for n, weight in experts.items()},
+        {n: _zeros(w, w.shape, _accumulator(w.dtype)) for n, w in experts.items()},
     )
     write, add = tile_with(_put_matrix), tile_with(_add_matrix)
     d_rows, d_scale, d_experts = _for_each_tile(group_sizes, num_rows, write, add, buffers)
     return d_rows, d_scale[:num_rows], {n: d_experts[n].astype(experts[n].dtype) for n in experts}
 
 
-def _tile_gradients(x, gate, one, activation, pre, dy):
-    """Gradients of gate * (h w_out + b_out) for x, gate and the weights ``one`` of the expert."""
+def _tile_gradients(x, gate, one, activation, pre, dy, inside):
+    """Gradients of gate * (h w_out + b_out) for x, gate and the weights ``one`` of the expert.
+
+    Rows that are not inside count in no sum. They are made zeros on both sides of each product,
+    since 0 * NaN is NaN, and after the activation, whose derivative at 0 may be infinite.
+    """
+
+    def mine(array):
+        return jnp.where(inside, array, 0)
 
     def activate(pre):
         return _activate(activation, *pre)
 
-    h, pull = jax.vjp(activate, tuple(None if p is None else p.astype(jnp.float32) for p in pre))
+    wide = _accumulator(x.dtype)
+    h, pull = jax.vjp(activate, tuple(None if p is None else p.astype(wide) for p in pre))
+    x, dy = mine(x), mine(dy)
     dh = _dot(dy, one["w_out"], (1, 1))
     d_gate = jnp.sum(h * dh, axis=1)
     if "b_out" in one:
         d_gate += _dot(dy, one["b_out"], (1, 0))
     ((du, dv),) = pull(dh * gate)
-    gated = (h * gate).astype(x.dtype)
-    du = du.astype(x.dtype)
+    du = mine(du).astype(x.dtype)
     dx = _dot(du, one["w_in"], (1, 1))
-    d_one = {"w_in": _dot(x, du, (0, 0)), "w_out": _dot(gated, dy, (0, 0))}
+    d_one = {"w_in": _dot(x, du, (0, 0)), "w_out": _dot(mine(h * gate).astype(x.dtype), dy, (0, 0))}
     if dv is not None:
-        dv = dv.astype(x.dtype)
+        dv = mine(dv).astype(x.dtype)
         dx += _dot(dv, one["w_gate"], (1, 1))
         d_one["w_gate"] = _dot(x, dv, (0, 0))
     if "b_in" in one:
-        d_one["b_in"] = jnp.sum(du.astype(jnp.float32), axis=0)
+        d_one["b_in"] = jnp.sum(du.astype(wide), axis=0)
     if "b_out" in one:
-        d_one["b_out"] = jnp.sum(dy * gate, axis=0)
+        d_one["b_out"] = jnp.sum(mine(dy * gate), axis=0)
     return dx, d_gate, d_one
 
 
@@ -200,6 +208,11 @@ def _for_each_tile(group_sizes, num_rows, remainder, full, buffers):
         return jax.lax.fori_loop(0, num_full[g], other, buffers)
 
     return jax.lax.fori_loop(0, group_sizes.shape[0], group, buffers)
+
+
+def _zeros(like, shape, dtype=None):
+    """Zeros that in a shard_map vary over the axes of ``like``, as a loop wants of its carry."""
+    return jax.lax.full_like(like, 0, dtype, shape)
 
 
 def _activate(activation, u, v):

@@ -25,7 +25,7 @@ def combine(rows, row, *, gate=None):
 
 
 def _term(rows, row, gate):
-    term = _take(rows, row).astype(jnp.float32)
+    term = _take(rows, row).astype(jnp.promote_types(rows.dtype, jnp.float32))
     if gate is None:
         return term
     return jnp.where((row < rows.shape[0])[:, None], term * gate[:, None], 0)
@@ -33,10 +33,11 @@ def _term(rows, row, gate):
 
 def gate_gradient(cotangent, rows, row):
     """See ``backend.GateGradient``."""
-    cotangent = cotangent.astype(jnp.float32)
+    wide = jnp.promote_types(rows.dtype, jnp.float32)
+    cotangent = cotangent.astype(wide)
 
     def product(j):
-        dot = jnp.sum(cotangent * _take(rows, row[:, j]).astype(jnp.float32), axis=-1)
+        dot = jnp.sum(cotangent * _take(rows, row[:, j]).astype(wide), axis=-1)
         return jnp.where(row[:, j] < rows.shape[0], dot, 0)
 
     return jnp.stack([product(j) for j in _slots(row)], axis=1)

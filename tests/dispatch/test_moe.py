@@ -283,8 +283,14 @@ class TestAllImplementations:
     [
         (dict(implementation="dense"), "implementation: got 'dense'; allowed: dropless, sorted"),
         (dict(capacity=0), "capacity: got 0; allowed: integers >= 1, or None"),
+        (dict(capacity=float("nan")), "capacity: got nan; allowed: integers >= 1, or None"),
+        (dict(capacity=True), "capacity: got True; allowed: integers >= 1, or None"),
         (dict(priority="random"), "priority: got 'random'"),
+        (dict(backend="cuda"), "backend: got 'cuda'; allowed: xla_cpu"),
+        (dict(position=jnp.ones((37, 2))), "position: got dtype float32; allowed: integers"),
         (dict(activation="gelo"), "activation: got 'gelo'"),
+        (dict(activation="glu"), "activation: got 'glu'; allowed: an elementwise function"),
+        (dict(activation="one_hot"), "activation: got 'one_hot'"),
         (dict(experts={"w_in": jnp.ones((5, 6, 10))}), r"experts: got \['w_in'\]; allowed: w_in"),
         (dict(w_out=jnp.ones((5, 10, 7))), r"experts.w_out: got shape \(5, 10, 7\)"),
         (dict(x=jnp.ones((37, 6), jnp.int32)), "x: got dtype int32; allowed: floating"),
@@ -327,3 +333,84 @@ def test_an_activation_may_learn_and_need_not_be_hashable():
     got, d_got = jax.value_and_grad(loss)(1.5, "dropless")
     np.testing.assert_allclose([got, d_got], [want, d_want], rtol=1e-5)
     np.testing.assert_allclose(loss(1.5, "dropless"), want, rtol=1e-5)
+
+
+def test_an_activation_may_depend_on_the_layer_of_a_scan():
+    x, router, experts = make_case(num_tokens=6, num_experts=3)
+    routing = softmax_top_k(x @ router, 2)
+
+    def loss(x, implementation):
+        def layer(x, n):
+            def activation(h):
+                return jnp.where(n > 0, h, jnp.tanh(h))
+
+            how = dict(implementation=implementation, activation=activation)
+            return moe(x, routing, experts, **how)[0], None
+
+        return jnp.sum(jax.lax.scan(layer, x, jnp.arange(2))[0])
+
+    got, want = jax.grad(loss)(x, "dropless"), jax.grad(loss)(x, "einsum")
+    np.testing.assert_allclose(got, want, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("implementation", ["dropless", "sorted"])
+def test_nothing_of_another_expert_reaches_a_gradient(implementation):
+    # Every expert is next to one with a NaN gate, and the derivative of the root is infinite at 0.
+    x, _, experts = make_case(num_tokens=16, num_experts=4, bias=True)
+    expert = jnp.arange(16)[:, None] % 4
+    routing = softmax_top_k(4.0 * jax.nn.one_hot(expert[:, 0], 4), 1)
+    gate = routing.gate.at[1, 0].set(jnp.nan)
+
+    def loss(experts):
+        how = dict(
+            implementation=implementation, activation=lambda h: jnp.sign(h) * jnp.sqrt(jnp.abs(h))
+        )
+        y, _ = moe(x, routing._replace(gate=gate), experts, **how)
+        return jnp.sum(y[2:] ** 2)
+
+    for name, leaf in jax.grad(loss)(experts).items():
+        others = leaf[np.array([0, 2, 3])]
+        assert np.isfinite(others).all(), name
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_inside_shard_map_with_all_checks(implementation):
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    tokens, all_devices = jax.P("data"), jax.P()
+    x, router, experts = make_case(num_tokens=16)
+
+    def one(x, router, experts):
+        routing = softmax_top_k(x @ router, 2)
+        return moe(x, routing, experts, implementation=implementation)[0]
+
+    def loss(function):
+        return jax.jit(jax.grad(lambda *a: jnp.sum(jnp.sin(function(*a))), argnums=(0, 1, 2)))
+
+    specs = (tokens, all_devices, all_devices)
+    many = jax.shard_map(one, mesh=mesh, in_specs=specs, out_specs=tokens)
+    got, want = loss(many)(x, router, experts), loss(one)(x, router, experts)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), got, want)
+
+
+def test_in_float64():
+    with jax.enable_x64(True):
+        x, router, experts = jax.tree.map(lambda a: a.astype(jnp.float64), make_case(num_tokens=9))
+        routing = softmax_top_k(x @ router, 2)
+
+        def loss(experts, implementation):
+            return jnp.sum(moe(x, routing, experts, implementation=implementation)[0] ** 2)
+
+        got = jax.grad(loss)(experts, "dropless")
+        want = jax.grad(loss)(experts, "einsum")
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), got, want)
+
+
+def test_integers_of_any_width_are_experts_and_positions():
+    x, router, experts = make_case(num_tokens=300, num_experts=8)
+    routing = softmax_top_k(x @ router, 2)
+    want, _ = moe(x, routing, experts)
+    narrow = routing._replace(expert=routing.expert.astype(jnp.uint8))
+    place = positions(routing.expert, 8, priority="arrival").astype(jnp.int16)
+    for implementation in ("dropless", "sorted"):
+        y, _ = moe(x, narrow, experts, implementation=implementation, position=place)
+        np.testing.assert_allclose(y, want, atol=1e-5)

@@ -1,25 +1,9 @@
 """The backend of Pallas kernels for NVIDIA Hopper."""
 
-import functools
-
-from moe_jax.kernels.backend import Backend
+from moe_jax.kernels.backend import Backend, of_kernels
 from moe_jax.kernels.mosaic_gpu import grouped, router, rows
 
-
-def _backend(interpret) -> Backend:
-    pieces = (
-        grouped.matmul,
-        grouped.hidden,
-        grouped.outer,
-        rows.gather,
-        rows.combine,
-        rows.gate_gradient,
-        router.route,
-    )
-    return Backend("mosaic_gpu", *(functools.partial(p, interpret=interpret) for p in pieces))
-
-
-BACKEND = _backend(False)
+BACKEND = of_kernels("mosaic_gpu", grouped, rows, router, False)
 
 
 def interpreted() -> Backend:
@@ -28,4 +12,4 @@ def interpreted() -> Backend:
     Raises:
       NotImplementedError: when it computes, with jax before 0.11.2, which has no interpreter.
     """
-    return _backend(True)
+    return of_kernels("mosaic_gpu", grouped, rows, router, True)
