@@ -14,8 +14,8 @@ from moe_jax.dispatch.einsum import einsum_moe
 from moe_jax.dispatch.expert_rows import expert_choice_moe, merged_moe, soft_moe
 from moe_jax.dispatch.feed_forward import Activation, activation_function, check_experts
 from moe_jax.dispatch.sorted import sorted_moe
-from moe_jax.kernels import BACKENDS, select
-from moe_jax.kernels.api import check_index
+from moe_jax.kernels import select
+from moe_jax.kernels.api import check_index, check_name
 from moe_jax.routing import Choice, ExpertChoice, ExpertMerge, SoftChoice, expert_counts
 
 Implementation = Literal["dropless", "sorted", "einsum"]
@@ -74,8 +74,7 @@ def moe(
         raise ValueError(f"implementation: got {implementation!r}; allowed: {allowed}")
     if priority not in PRIORITIES:
         raise ValueError(f"priority: got {priority!r}; allowed: {', '.join(PRIORITIES)}")
-    if backend is not None and backend not in BACKENDS:
-        raise ValueError(f"backend: got {backend!r}; allowed: {', '.join(BACKENDS)}, or None")
+    check_name(backend)
     _check_capacity(capacity)
     x, experts = jnp.asarray(x), jax.tree.map(jnp.asarray, experts)
     num_experts = _check(x, routing, experts)

@@ -160,14 +160,23 @@ def refusal(backend: str, dtype: DTypeLike, widths: tuple[int, ...]) -> str | No
     return _CANDIDATES[backend].refuses(Work(jnp.dtype(dtype), tuple(widths), *current_device()))
 
 
+def check_name(backend: str | None) -> None:
+    """Refuses what is neither a name of ``BACKENDS`` nor None.
+
+    Raises:
+      ValueError: unknown name.
+    """
+    if backend is not None and backend not in BACKENDS:
+        raise ValueError(f"backend: got {backend!r}; allowed: {', '.join(BACKENDS)}, or None")
+
+
 def load(backend: str) -> Backend:
     """The backend of that name.
 
     Raises:
       ValueError: unknown name.
     """
-    if backend not in _CANDIDATES:
-        raise ValueError(f"backend: got {backend!r}; allowed: {', '.join(BACKENDS)}, or None")
+    check_name(backend)
     candidate = _CANDIDATES[backend]
     module = importlib.import_module(f"moe_jax.kernels.{candidate.module}")
     return getattr(module, candidate.attribute)

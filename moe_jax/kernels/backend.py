@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 import jax
+import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 
@@ -160,6 +161,16 @@ class Route(Protocol):
 Experts = dict[str, jax.Array]
 Activation = Callable[[jax.Array], jax.Array]
 PreActivations = tuple[jax.Array, jax.Array | None]
+
+
+def activate(activation: Activation, u: jax.Array, v: jax.Array | None) -> jax.Array:
+    """The hidden rows of the pre-activations u and v, as ``Hidden`` says; v is None without GLU."""
+    return activation(u) if v is None else activation(v) * u
+
+
+def in_some_group(group_sizes: jax.Array, num_rows: int) -> jax.Array:
+    """bool[N, 1]: whether the row is one before the sum of the sizes."""
+    return (jnp.arange(num_rows) < jnp.sum(group_sizes))[:, None]
 
 
 class Forward(Protocol):

@@ -13,7 +13,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from moe_jax.kernels.backend import Backend
+from moe_jax.kernels.backend import Backend, activate, in_some_group
 
 # A product of one column would do; this is the fewest that every backend takes.
 _BIAS_COLUMNS = 8
@@ -95,13 +95,10 @@ def composed_backward(backend, rows, scale, experts, group_sizes, activation, sa
     """``backend.Backward`` of grouped products; XLA fuses what is elementwise between them."""
     dtype, wide = rows.dtype, jnp.promote_types(rows.dtype, jnp.float32)
 
-    def activate(u, v):
-        return activation(u) if v is None else activation(v) * u
-
-    h, pull = jax.vjp(activate, *(None if p is None else p.astype(wide) for p in saved))
+    wide_saved = (None if p is None else p.astype(wide) for p in saved)
+    h, pull = jax.vjp(functools.partial(activate, activation), *wide_saved)
     # As the forward pass had it: rounded, and 0 in rows of nobody.
-    there = (jnp.arange(rows.shape[0]) < jnp.sum(group_sizes))[:, None]
-    h = jnp.where(there, h, 0).astype(dtype)
+    h = jnp.where(in_some_group(group_sizes, rows.shape[0]), h, 0).astype(dtype)
     dh = backend.matmul(cotangent, experts["w_out"], group_sizes, transposed=True)
     d_scale = jnp.sum(h.astype(wide) * dh.astype(wide), axis=1)
     d_u, d_v = pull(dh.astype(wide) * scale[:, None])

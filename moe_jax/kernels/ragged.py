@@ -12,16 +12,12 @@ import jax
 import jax.numpy as jnp
 
 from moe_jax.kernels import xla_rows
-from moe_jax.kernels.backend import Backend
-
-
-def _inside(group_sizes, num_rows):
-    return (jnp.arange(num_rows) < jnp.sum(group_sizes))[:, None]
+from moe_jax.kernels.backend import Backend, in_some_group
 
 
 def _matmul(ragged_dot, lhs, rhs, group_sizes, *, transposed=False, bias=None, scale=None):
     rhs = (jnp.swapaxes(rhs, 1, 2) if transposed else rhs).astype(lhs.dtype)
-    inside = _inside(group_sizes, lhs.shape[0])
+    inside = in_some_group(group_sizes, lhs.shape[0])
     # Nothing is promised of rows past the sum, so nothing may be in them nor come out of them.
     out = ragged_dot(jnp.where(inside, lhs, 0), rhs, group_sizes)
     if bias is not None:
@@ -38,12 +34,12 @@ def _hidden(ragged_dot, lhs, w_in, w_gate, bias, group_sizes, activation):
     wide = jnp.promote_types(lhs.dtype, jnp.float32)
     h = activation((u if v is None else v).astype(wide))
     h = h if v is None else h * u
-    return jnp.where(_inside(group_sizes, lhs.shape[0]), h, 0).astype(lhs.dtype), u, v
+    return jnp.where(in_some_group(group_sizes, lhs.shape[0]), h, 0).astype(lhs.dtype), u, v
 
 
 def _outer(ragged_dot, lhs, rhs, group_sizes, *, scale=None, dtype):
     lhs = lhs if scale is None else (lhs * scale[:, None]).astype(lhs.dtype)
-    inside = _inside(group_sizes, lhs.shape[0])
+    inside = in_some_group(group_sizes, lhs.shape[0])
     lhs, rhs = jnp.where(inside, lhs, 0), jnp.where(inside, rhs, 0).astype(lhs.dtype)
     # The transpose of the product; it does not depend on the matrices, which are never read.
     matrices = jnp.zeros((group_sizes.shape[0], lhs.shape[1], rhs.shape[1]), lhs.dtype)

@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 
 from moe_jax.kernels import xla_rows
-from moe_jax.kernels.backend import Backend
+from moe_jax.kernels.backend import Backend, activate, in_some_group
 
 # Tile sizes in 32nds of a full tile: finest around a fair share, which is 16. More of them pad less
 # and compile longer.
@@ -56,23 +56,23 @@ def matmul(lhs, rhs, group_sizes, *, transposed=False, bias=None, scale=None):
     out = _for_each_tile(group_sizes, num_rows, tile, tile, out)[:num_rows]
     if scale is not None:
         out = (out * scale[:, None]).astype(out.dtype)
-    return jnp.where((jnp.arange(num_rows) < jnp.sum(group_sizes))[:, None], out, 0)
+    return jnp.where(in_some_group(group_sizes, num_rows), out, 0)
 
 
 def hidden(lhs, w_in, w_gate, bias, group_sizes, activation):
     """See ``backend.Hidden``."""
     u = matmul(lhs, w_in, group_sizes, bias=bias)
     v = None if w_gate is None else matmul(lhs, w_gate, group_sizes)
-    inside = (jnp.arange(lhs.shape[0]) < jnp.sum(group_sizes))[:, None]
+    inside = in_some_group(group_sizes, lhs.shape[0])
     wide = (None if part is None else part.astype(_accumulator(lhs.dtype)) for part in (u, v))
-    return jnp.where(inside, _activate(activation, *wide), 0).astype(lhs.dtype), u, v
+    return jnp.where(inside, activate(activation, *wide), 0).astype(lhs.dtype), u, v
 
 
 def outer(lhs, rhs, group_sizes, *, scale=None, dtype):
     """See ``backend.Outer``."""
     num_rows, slack = lhs.shape[0], slack_rows(lhs.shape[0], group_sizes.shape[0])
     lhs = lhs if scale is None else (lhs * scale[:, None]).astype(lhs.dtype)
-    there = (jnp.arange(num_rows) < jnp.sum(group_sizes))[:, None]
+    there = in_some_group(group_sizes, num_rows)
     lhs, rhs = (jnp.pad(jnp.where(there, x, 0), ((0, slack), (0, 0))) for x in (lhs, rhs))
 
     def tile_with(put_matrix):
@@ -98,7 +98,7 @@ def forward(rows, scale, experts, group_sizes, activation):
         x = _rows(buffers[0], row, size)
         u = _dot(x, one["w_in"], (1, 0)) + one.get("b_in", 0)
         v = _dot(x, one["w_gate"], (1, 0)) if glu else None
-        h = _activate(activation, u, v).astype(rows.dtype)
+        h = activate(activation, u, v).astype(rows.dtype)
         out = _dot(h, one["w_out"], (1, 0)) + one.get("b_out", 0)
         out = (out * _rows(scale, row, size)[:, None]).astype(rows.dtype)
         out = jnp.where(_inside(row, size, end), out, x)
@@ -150,11 +150,11 @@ def _tile_gradients(x, gate, one, activation, pre, dy, inside):
     def mine(array):
         return jnp.where(inside, array, 0)
 
-    def activate(pre):
-        return _activate(activation, *pre)
-
     wide = _accumulator(x.dtype)
-    h, pull = jax.vjp(activate, tuple(None if p is None else p.astype(wide) for p in pre))
+    h, pull = jax.vjp(
+        lambda pre: activate(activation, *pre),
+        tuple(None if p is None else p.astype(wide) for p in pre),
+    )
     x, dy = mine(x), mine(dy)
     dh = _dot(dy, one["w_out"], (1, 1))
     d_gate = jnp.sum(h * dh, axis=1)
@@ -213,10 +213,6 @@ def _for_each_tile(group_sizes, num_rows, remainder, full, buffers):
 def _zeros(like, shape, dtype=None):
     """Zeros that in a shard_map vary over the axes of ``like``, as a loop wants of its carry."""
     return jax.lax.full_like(like, 0, dtype, shape)
-
-
-def _activate(activation, u, v):
-    return activation(u) if v is None else activation(v) * u
 
 
 def _inside(row, size, end):
