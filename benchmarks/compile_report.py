@@ -4,23 +4,31 @@ Every program is compiled by the real compiler of its target, and what that repo
 down: floating-point operations and bytes (TPU), temporary memory, collectives, and of our GPU
 kernels the most registers of a thread and the bytes spilled. The operations inside a kernel are as
 the kernel declares them, useful work: what tiles with rows of two experts cost more is not there.
+The compilers: pip install -e '.[compile,kernels]'. Every row is written as it is done, and a run
+that was stopped goes on where it was.
 
 Axis legend: T tokens, d width, f expert width, E experts, k choices.
+
+Example:
+  python -m benchmarks.compile_report --targets v5p,h100 --output runs/benchmarks/compile_report
 """
 
-import argparse
 import csv
+import json
 import os
 import re
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from unittest import mock
 
+from benchmarks import command, report
 from moe_jax.kernels.targets import ENVIRONMENT, TARGETS
 
+MODULE = "benchmarks.compile_report"
 SHAPES = {
     "8 experts": dict(T=8192, d=1024, f=4096, E=8, k=2),
     "64 experts": dict(T=8192, d=1024, f=2048, E=64, k=8),
@@ -39,21 +47,21 @@ _COLLECTIVES = (
     "ragged-all-to-all",
     "collective-permute",
 )
-COLUMNS = (
-    "program",
-    "target",
-    "backend",
-    "gflop",
-    "flops_over_dense",
-    "gbytes",
-    "temporary_mb",
-    "temporary_over_dense",
-    "collectives",
-    "registers",
-    "spill_bytes",
-    "compile_seconds",
-    "note",
-)
+COLUMNS = {
+    "program": "program",
+    "target": "target",
+    "backend": "backend",
+    "gflop": "GFLOP",
+    "flops_over_dense": "x dense",
+    "gbytes": "GB moved",
+    "temporary_mb": "temporary MB",
+    "temporary_over_dense": "x dense",
+    "collectives": "collectives",
+    "registers": "registers",
+    "spill_bytes": "spilled bytes",
+    "compile_seconds": "compile s",
+    "note": "note",
+}
 
 
 def programs(target: str, shapes: dict):
@@ -106,10 +114,13 @@ def train_steps():
         yield "train step of the demo, bf16", backend, step, (state, batch)
 
 
-def registers(dump: Path) -> dict:
+def registers() -> dict:
     """What ptxas said of the kernels compiled since the last call: registers and spilled bytes."""
-    texts = [path.read_text(encoding="utf-8") for path in sorted(dump.glob("*.ptxas"))]
-    for path in dump.iterdir():
+    if _DUMP not in os.environ:
+        return {}
+    paths = sorted(Path(os.environ[_DUMP]).iterdir())
+    texts = [path.read_text(encoding="utf-8") for path in paths if path.suffix == ".ptxas"]
+    for path in paths:
         path.unlink()
     used = [int(n) for text in texts for n in re.findall(r"Used (\d+) registers", text)]
     spilled = [int(n) for text in texts for n in re.findall(r"(\d+) bytes spill", text)]
@@ -122,7 +133,7 @@ def measure(target: str, program: str, backend: str, function, arguments, dense:
 
     from moe_jax.kernels.targets import compile_for, device_of
 
-    row = dict.fromkeys(COLUMNS, "") | dict(program=program, target=target, backend=backend)
+    row = dict.fromkeys(COLUMNS) | dict(program=program, target=target, backend=backend)
     start = time.perf_counter()
     # tokamax asks the default device, not the one that is compiled for, what it can do.
     default = mock.patch("jax.extend.backend.get_default_device", lambda: device_of(target))
@@ -130,82 +141,92 @@ def measure(target: str, program: str, backend: str, function, arguments, dense:
         with default:
             compiled = compile_for(target, function, *arguments)
     except (ValueError, NotImplementedError, jax.errors.JaxRuntimeError) as error:
+        registers()  # of the kernels before the one that failed: not the next program's
         return row | dict(note=str(error).strip().splitlines()[0][:120])
-    row["compile_seconds"] = round(time.perf_counter() - start, 1)
-    row["temporary_mb"] = round(compiled.memory_analysis().temp_size_in_bytes / 1e6, 1)
+    row |= registers() | dict(compile_seconds=time.perf_counter() - start)
+    row["temporary_mb"] = compiled.memory_analysis().temp_size_in_bytes / 1e6
     costs = compiled.cost_analysis()
     if costs:  # the GPU compiler gives none
-        row["gflop"] = round(costs["flops"] / 1e9, 2)
-        row["gbytes"] = round(costs["bytes accessed"] / 1e9, 3)
-    if target_dump := os.environ.get(_DUMP):
-        row |= registers(Path(target_dump))
+        row |= dict(gflop=costs["flops"] / 1e9, gbytes=costs["bytes accessed"] / 1e9)
     found = re.findall(rf"= \S+ ({'|'.join(_COLLECTIVES)})(?:-start)?\(", compiled.as_text())
     row["collectives"] = len(found)
     if dense.get("gflop") and row["gflop"]:
-        row["flops_over_dense"] = round(row["gflop"] / dense["gflop"], 3)
+        row["flops_over_dense"] = row["gflop"] / dense["gflop"]
     if dense.get("temporary_mb"):
-        row["temporary_over_dense"] = round(row["temporary_mb"] / dense["temporary_mb"], 2)
+        row["temporary_over_dense"] = row["temporary_mb"] / dense["temporary_mb"]
     return row
 
 
-def report(targets, shapes, *, with_train_step: bool) -> list[dict]:
-    """Compiles everything for every target, telling of each as it is done."""
-    rows, dense = [], {}
+def measure_all(targets, shapes, done: dict, *, with_train_step: bool):
+    """Compiles everything for every target; yields each row, those that are ``done`` as they are.
+
+    Args:
+      targets: names.
+      shapes: sizes of layers, by name.
+      done: rows of an earlier run, by (program, target, backend).
+      with_train_step: of the demo.
+    """
     for target in targets:
+        dense = {}
         work = list(programs(target, shapes)) + (list(train_steps()) if with_train_step else [])
         for program, backend, function, arguments in work:
-            print(f"{target}: {program}, {backend} ...", end=" ", flush=True)
-            row = measure(target, program, backend, function, arguments, dense.get(program, {}))
-            print(row["note"] or f"{row['compile_seconds']} s", flush=True)
+            row = done.get((program, target, backend))
+            if row is None:
+                print(f"{target}: {program}, {backend} ...", end=" ", flush=True)
+                against = dense.get(program, {})
+                row = measure(target, program, backend, function, arguments, against)
+                print(row["note"] or f"{row['compile_seconds']:.1f} s", flush=True)
             if backend == "dense":
                 dense[program] = row
-            rows.append(row)
+            yield row
+
+
+def read_rows(path: Path) -> dict:
+    """The rows of an earlier run, by (program, target, backend); none if there was none."""
+    if not path.exists():
+        return {}
+    words = ("program", "target", "backend", "note")
+    rows = {}
+    with path.open(encoding="utf-8") as file:
+        for line in csv.DictReader(file):
+            row = {name: (text or None) for name, text in line.items()}
+            row |= {n: json.loads(t) for n, t in row.items() if n not in words and t}
+            rows[row["program"], row["target"], row["backend"]] = row
     return rows
 
 
-def markdown(rows: list[dict]) -> str:
-    """The rows as a table."""
-    lines = ["| " + " | ".join(COLUMNS) + " |", "|" + "---|" * len(COLUMNS)]
-    lines += ["| " + " | ".join(str(row[column]) for column in COLUMNS) + " |" for row in rows]
-    return "\n".join(lines) + "\n"
-
-
-def main(arguments: list[str] | None = None) -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command and returns its exit code."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.compile_report",
-        description=__doc__.split("\n\n")[0],
-        epilog="example: python -m benchmarks.compile_report --targets v5p --output runs/report;"
-        " the compilers: pip install -e '.[compile]'; about ten minutes for all targets",
-    )
-    parser.add_argument("--targets", default=",".join(TARGETS), help="default: %(default)s")
-    parser.add_argument("--output", type=Path, help="folder for compile_report.csv and .md")
-    parser.add_argument("--quick", action="store_true", help="one small layer, no train step")
+    parser = command.parser(MODULE, __doc__, quick="one small layer, no train step")
+    command.add_list(parser, "--targets", TARGETS, "what to compile for")
+    parser.add_argument("--anew", action="store_true", help="measure also what stands in --output")
     options = parser.parse_args(arguments)
-    targets = options.targets.split(",")
-    for target in targets:
-        if target not in TARGETS:
-            parser.error(f"--targets: got {target!r}; allowed: {', '.join(TARGETS)}")
+    if _DUMP not in os.environ or any(os.environ.get(n) != v for n, v in ENVIRONMENT.items()):
+        return _run_again(sys.argv[1:] if arguments is None else arguments)
     shapes = {"small": dict(T=256, d=128, f=256, E=4, k=2)} if options.quick else SHAPES
-    rows = report(targets, shapes, with_train_step=not options.quick)
-    table = markdown(rows)
-    print(table)
-    if options.output:
-        options.output.mkdir(parents=True, exist_ok=True)
-        (options.output / "compile_report.md").write_text(table, encoding="utf-8")
-        with open(options.output / "compile_report.csv", "w", newline="", encoding="utf-8") as file:
-            writer = csv.DictWriter(file, COLUMNS)
-            writer.writeheader()
-            writer.writerows(rows)
+    options.output.mkdir(parents=True, exist_ok=True)
+    record = report.record(MODULE, arguments)
+    report.write_record(options.output / "machine.json", record)
+    path = options.output / "compile_report.csv"
+    done = {} if options.anew else read_rows(path)
+    rows = []
+    for row in measure_all(options.targets, shapes, done, with_train_step=not options.quick):
+        rows.append(row)
+        ours = {(r["program"], r["target"], r["backend"]) for r in rows}
+        report.write_csv(path, rows + [row for key, row in done.items() if key not in ours])
+    text = f"# Compiled\n\n{report.describe(record)}\n\n{report.markdown(rows, COLUMNS)}\n"
+    path.with_suffix(".md").write_text(text, encoding="utf-8")
+    print(text)
     return 0
 
 
+def _run_again(arguments):
+    """In a process of the right environment: jax reads it when it is imported, which has happened."""
+    with tempfile.TemporaryDirectory() as dump:
+        dumped = {_DUMP: dump, "MOSAIC_GPU_DUMP_PTXAS": "1"}
+        again = [sys.executable, "-m", MODULE, *arguments]
+        return subprocess.run(again, env={**os.environ, **ENVIRONMENT, **dumped}).returncode
+
+
 if __name__ == "__main__":
-    if any(os.environ.get(name) != value for name, value in ENVIRONMENT.items()):
-        # jax reads them when it is imported, which has happened.
-        command = [sys.executable, "-m", "benchmarks.compile_report", *sys.argv[1:]]
-        with tempfile.TemporaryDirectory() as dump:
-            dumped = {_DUMP: dump, "MOSAIC_GPU_DUMP_PTXAS": "1"}
-            environment = {**os.environ, **ENVIRONMENT, **dumped}
-            sys.exit(subprocess.run(command, env=environment).returncode)
     sys.exit(main())

@@ -16,6 +16,7 @@ import numpy as np
 from benchmarks.shapes import Inputs, Shape
 from benchmarks.timing import Contender, NotMeasured, Program
 from moe_jax import dispatch
+from moe_jax.kernels import fused_router
 from moe_jax.routing import expert_counts, softmax_top_k
 
 CAPACITY_FACTOR = 1.25
@@ -80,9 +81,9 @@ def contenders(shape: Shape, inputs: Inputs, timed: Timed) -> list[Contender]:
     return found
 
 
-def route(x: jax.Array, router: jax.Array, k: int):
+def route(x: jax.Array, router: jax.Array, k: int, method=softmax_top_k):
     """softmax_top_k of float32 logits, renormalised as in Mixtral unless that is constant."""
-    return softmax_top_k(x.astype(jnp.float32) @ router, k, renormalize=k > 1)
+    return method(x.astype(jnp.float32) @ router, k, renormalize=k > 1)
 
 
 def moe_layer(
@@ -96,18 +97,22 @@ def moe_layer(
     group: int | None = None,
     activation: str = "gelu",
 ) -> tuple[jax.Array, jax.Array]:
-    """Router, dispatch, experts, combine.
+    """Router, dispatch, experts, combine, as ``moe_jax.layers.MoE`` puts them together.
 
     Args:
       x: [T, d].  router: f32[d, E].  experts: as ``moe_jax.dispatch.moe`` takes them.
       k, implementation, activation: likewise.
       capacity_factor: of a group; None: nobody is dropped.
-      group: tokens that share the capacity, a divisor of T; None: all of them.
+      group: tokens that share the capacity, a divisor of T, for einsum; None: all of them.
 
     Returns:
       y [T, d], and i32[], how many assignments were dropped.
     """
-    routing = route(x, router, k)
+    position = None
+    if implementation == "einsum":
+        routing = route(x, router, k)
+    else:
+        routing, position, _ = route(x, router, k, fused_router)
     group = group or len(x)
     capacity = None
     if capacity_factor is not None:
@@ -121,6 +126,7 @@ def moe_layer(
             implementation=implementation,
             capacity=capacity,
             activation=activation,
+            position=position,
         )
 
     if group == len(x):

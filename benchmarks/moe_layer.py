@@ -9,17 +9,17 @@ Example:
   python -m benchmarks.moe_layer --shapes a,b --rounds 15 --output runs/benchmarks/moe_layer
 """
 
-import argparse
+import functools
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 
-from benchmarks import layers, peers, report, shapes, timing, torch_setup
+from benchmarks import command, layers, peers, report, shapes, timing, torch_setup
 from benchmarks.growth import measure_growth
+from moe_jax.train.memory import keep_freed_memory
 
 MODULE = "benchmarks.moe_layer"
 # TFLOP/s of dense bfloat16 products, as the vendors state them, by a part of the device's name
@@ -56,6 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parse(arguments)
     options.output.mkdir(parents=True, exist_ok=True)
     record = report.record(MODULE, arguments)
+    record["freed_memory_is_kept"] = not options.fresh_memory and keep_freed_memory()
     if with_peers := _with_peers():
         record["torch_threads"] = torch_setup.prepare()
     report.write_record(options.output / "machine.json", record)
@@ -90,27 +91,13 @@ tokens go elsewhere). IQR: interquartile range of the milliseconds."""
 
 
 def _parse(arguments):
-    description, _, example = __doc__.partition("Example:")
-    parser = argparse.ArgumentParser(
-        prog=f"python -m {MODULE}",
-        description=description,
-        epilog="example:" + example,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command.parser(MODULE, __doc__, quick="a tiny layer, to see that all runs")
     on_cpu = jax.default_backend() == "cpu"
     table = shapes.CPU_SHAPES if on_cpu else shapes.ACCELERATOR_SHAPES
     dtypes = ("float32", "bfloat16") if on_cpu else ("bfloat16",)
     passes = ("forward", "forward+backward")
 
-    def listed(option, allowed, help):
-        parser.add_argument(
-            option,
-            type=lambda text: _chosen(text, allowed),
-            default=list(allowed),
-            metavar="A,B",
-            help=f"{help} (default: {','.join(allowed)})",
-        )
-
+    listed = functools.partial(command.add_list, parser)
     listed("--shapes", table, "; ".join(_size(shape) for shape in table.values()))
     listed("--dtypes", dtypes, "of tokens and experts")
     listed("--routings", shapes.ROUTINGS, "skewed: one expert is half of the first choices")
@@ -121,10 +108,14 @@ def _parse(arguments):
         type=float,
         default=20.0,
         help="seconds after which a contender misses the remaining rounds, though it runs three"
-        " times (default: 20)",
+        " times unless one takes as long (default: 20)",
     )
-    parser.add_argument("--output", type=Path, default=Path("runs/benchmarks/moe_layer"))
-    parser.add_argument("--quick", action="store_true", help="a tiny layer, to see that all runs")
+    parser.add_argument(
+        "--fresh-memory",
+        action="store_true",
+        help="let glibc map large buffers anew each time, its default; otherwise it keeps freed"
+        " memory, for all contenders, as python -m moe_jax.train has it do",
+    )
     parser.add_argument(
         "--growth", action="store_true", help="also time, memory and compile time as T, E, k grow"
     )
@@ -133,14 +124,6 @@ def _parse(arguments):
         table, options.shapes, options.rounds = shapes.QUICK_SHAPES, list(shapes.QUICK_SHAPES), 2
     options.shapes = [table[name] for name in options.shapes]
     return options
-
-
-def _chosen(text, allowed):
-    names = text.split(",")
-    for name in names:
-        if name not in allowed:
-            raise argparse.ArgumentTypeError(f"got {name!r}; allowed: {', '.join(allowed)}")
-    return names
 
 
 def _size(shape):

@@ -82,7 +82,8 @@ def interleave(
     Args:
       contenders: each is made and run twice before the first round.
       rounds: how many.
-      budget: seconds after which a contender misses the remaining rounds, though it runs thrice.
+      budget: seconds after which a contender misses the remaining rounds, though it runs thrice
+        unless a single run takes as long.
       label: shown with the progress.
       seed: of the orders.
       look: sees the outputs of the first run of each contender.
@@ -94,8 +95,10 @@ def interleave(
     for contender in tqdm(contenders, f"{label} warm-up", leave=False):
         try:
             program = contender.make()
+            start = time.perf_counter()
             output = look(program.run())
-            program.run()
+            if time.perf_counter() - start < budget:
+                program.run()
         except Exception as error:  # one contender must not end the measurement of the others
             results[contender.name] = Result({}, skipped=_reason(error))
         else:
@@ -107,7 +110,8 @@ def interleave(
         for name in order.permutation(running):
             seconds, program = results[name].seconds, results[name].program
             used = program.calls * sum(seconds.values())
-            if used < budget or len(seconds) < _FEWEST_RUNS:
+            longest = program.calls * max(seconds.values(), default=0)
+            if used < budget or len(seconds) < _FEWEST_RUNS and longest < budget:
                 seconds[number] = _time(program)
     return results
 

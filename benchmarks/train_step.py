@@ -15,7 +15,6 @@ Example:
   python -m benchmarks.train_step --profile
 """
 
-import argparse
 import json
 import subprocess
 import sys
@@ -25,7 +24,7 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
-from benchmarks import models, report
+from benchmarks import command, models, report
 from benchmarks.step_profile import profile_step
 from benchmarks.timing import quartiles
 from benchmarks.torch_setup import missing
@@ -78,17 +77,9 @@ _LEGEND = """
 
 
 def _parse(arguments):
-    description, _, example = __doc__.partition("Example:")
-    parser = argparse.ArgumentParser(
-        prog=f"python -m {MODULE}",
-        description=description,
-        epilog="example:" + example,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command.parser(MODULE, __doc__, quick="a tiny model, to see that all runs")
     parser.add_argument("--rounds", type=int, default=10, help="of all contenders (default: 10)")
     parser.add_argument("--steps", type=int, default=10, help="a contender's turn (default: 10)")
-    parser.add_argument("--output", type=Path, default=Path("runs/benchmarks/train_step"))
-    parser.add_argument("--quick", action="store_true", help="a tiny model, to see that all runs")
     parser.add_argument(
         "--profile", action="store_true", help="instead: where the time of our own step goes"
     )
@@ -109,9 +100,9 @@ class _Worker:
     """
 
     def __init__(self, config, implementation):
-        command = [sys.executable, "-m", "benchmarks.worker"]
+        worker = [sys.executable, "-m", "benchmarks.worker"]
         pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        self._process = subprocess.Popen(command, cwd=_ROOT, **pipes)
+        self._process = subprocess.Popen(worker, cwd=_ROOT, **pipes)
         self.turns, self.skipped = [], ""
         self.tokens = config.data.batch_size * config.data.sequence_length
         request = {"config": config.to_dict(), "implementation": implementation}

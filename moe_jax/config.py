@@ -18,6 +18,7 @@ from absl import flags
 from ml_collections import ConfigDict, config_dict, config_flags
 
 from moe_jax.dispatch import IMPLEMENTATIONS, PRIORITIES
+from moe_jax.kernels import BACKENDS
 from moe_jax.routing import (
     ConstantGateWarning,
     ExpertMerge,
@@ -156,6 +157,14 @@ FIELDS: dict[str, Field] = {
         None, "expert capacity over its fair share; None: no token is dropped", optional=True
     ),
     "moe.priority": _one_of("arrival", PRIORITIES, "who is kept when an expert is full"),
+    "moe.backend": Field(
+        None,
+        str,
+        "who computes the experts; None: the best for the device",
+        f"{', '.join(BACKENDS)}, or None",
+        lambda v: v in BACKENDS,
+        optional=True,
+    ),
     "moe.input_jitter": _rate(
         0.0, "in training the router's input is times uniform numbers of 1 -+ this"
     ),

@@ -58,9 +58,9 @@ def _xla_ragged_refuses(work):
 
 def _pallas_tpu_refuses(work):
     if work.platform != "tpu":
-        return f"made for tpu, this is {work.platform}"
+        return f"is made for tpu, this is {work.platform}"
     if work.kind in _SMALL_TPUS:
-        return f"made for TPU v5e and later, this is {work.kind}"
+        return f"is made for TPU v5e and later, this is {work.kind}"
     if work.dtype not in (jnp.float32, jnp.bfloat16):
         return f"takes float32 and bfloat16, got {work.dtype}"
     return None
@@ -68,9 +68,9 @@ def _pallas_tpu_refuses(work):
 
 def _mosaic_gpu_refuses(work):
     if work.platform != "gpu":
-        return f"made for gpu, this is {work.platform}"
+        return f"is made for gpu, this is {work.platform}"
     if not _HOPPER.search(work.kind):
-        return f"made for Hopper (H100, H200), this is {work.kind}"
+        return f"is made for Hopper (H100, H200), this is {work.kind}"
     if work.dtype not in (jnp.bfloat16, jnp.float16):
         return f"takes bfloat16 and float16, got {work.dtype}"
     if any(width % 8 for width in work.widths):
@@ -182,18 +182,26 @@ def load(backend: str) -> Backend:
     return getattr(module, candidate.attribute)
 
 
-def explain(dtype: DTypeLike = jnp.float32, widths: tuple[int, ...] = (128, 128)) -> str:
+def explain(
+    dtype: DTypeLike = jnp.float32,
+    widths: tuple[int, ...] = (128, 128),
+    backend: str | None = None,
+) -> str:
     """Which backend computes the experts here, and why not the others; for people.
 
     Args:
       dtype: of the rows.
       widths: d and f.
+      backend: a name of ``BACKENDS`` that is asked for; None: the best for the device.
 
     Returns:
       One line that names the choice, then one line a backend.
+
+    Raises:
+      ValueError: unknown name, or a backend that refuses, with its reason.
     """
     work = Work(jnp.dtype(dtype), tuple(widths), *current_device())
-    chosen = select(dtype, widths).name
+    chosen = select(dtype, widths, backend).name
     lines = [f"kernels: {chosen} on {work.kind} for {work.dtype}, widths {work.widths}"]
     for name, candidate in _CANDIDATES.items():
         reason = candidate.refuses(work)

@@ -26,6 +26,10 @@ from moe_jax.kernels.backend import Backend, activate, in_some_group
 _LADDER_32NDS = (4, 8, 12, 14, 15, 16, 17, 18, 20, 24, 32)
 # What a matrix product likes the number of its rows to be a multiple of.
 _MULTIPLE_ROWS = 8
+# Rows of whole pages fall into the same sets of a cache. Before jax 0.12 that slows the product
+# left^T right, up to half its speed, unless the left side is transposed beforehand.
+_PAGE_BYTES = 4096
+_SLOW_ON_PAGES = jax.__version_info__ < (0, 12)
 
 
 def tile_sizes(num_rows: int, num_groups: int) -> list[int]:
@@ -79,7 +83,7 @@ def outer(lhs, rhs, group_sizes, *, scale=None, dtype):
         def tile(group, row, size, end, out):
             mine = _inside(row, size, end)
             left, right = (jnp.where(mine, _rows(array, row, size), 0) for array in (lhs, rhs))
-            return put_matrix(out, _dot(left, right, (0, 0)), group)
+            return put_matrix(out, _dot_over_rows(left, right), group)
 
         return tile
 
@@ -163,11 +167,12 @@ def _tile_gradients(x, gate, one, activation, pre, dy, inside):
     ((du, dv),) = pull(dh * gate)
     du = mine(du).astype(x.dtype)
     dx = _dot(du, one["w_in"], (1, 1))
-    d_one = {"w_in": _dot(x, du, (0, 0)), "w_out": _dot(mine(h * gate).astype(x.dtype), dy, (0, 0))}
+    hidden = mine(h * gate).astype(x.dtype)
+    d_one = {"w_in": _dot_over_rows(x, du), "w_out": _dot_over_rows(hidden, dy)}
     if dv is not None:
         dv = mine(dv).astype(x.dtype)
         dx += _dot(dv, one["w_gate"], (1, 1))
-        d_one["w_gate"] = _dot(x, dv, (0, 0))
+        d_one["w_gate"] = _dot_over_rows(x, dv)
     if "b_in" in one:
         d_one["b_in"] = jnp.sum(du.astype(wide), axis=0)
     if "b_out" in one:
@@ -244,6 +249,15 @@ def _dot(left, right, contracted):
     dtype = _accumulator(jnp.promote_types(left.dtype, right.dtype))
     dimensions = ((contracted[:1], contracted[1:]), ((), ()))
     return jax.lax.dot_general(left, right, dimensions, preferred_element_type=dtype)
+
+
+def _dot_over_rows(left, right):
+    """left^T right."""
+    pages = right.shape[1] * right.dtype.itemsize % _PAGE_BYTES == 0
+    if not (pages and _SLOW_ON_PAGES):
+        return _dot(left, right, (0, 0))
+    # The barrier keeps XLA from taking the transpose back into the product.
+    return _dot(jax.lax.optimization_barrier(left.T), right, (1, 0))
 
 
 BACKEND = Backend(

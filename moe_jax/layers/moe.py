@@ -49,7 +49,8 @@ class MoE(nn.Module):
       activation, glu, use_bias: of the experts, shared or not.
       num_shared_experts: every token also passes through one Mlp of this many times the expert
         width (DeepSeekMoE, Dai et al., 2024, arXiv:2401.06066, section 3.2).
-      implementation, priority: as ``moe_jax.dispatch.moe`` takes them.
+      implementation, priority, backend: as ``moe_jax.dispatch.moe`` takes them. With "einsum" every
+        derivative exists; the others have one, in reverse mode.
       capacity_factor: the capacity is ``moe_jax.dispatch.capacity`` of this factor and T. The scope
         is the batch: T is every token of the call, invalid ones too, though they take no room.
         None: nobody is dropped; where experts choose, 1. Methods without assignments have none.
@@ -68,6 +69,7 @@ class MoE(nn.Module):
     implementation: Implementation = "dropless"
     capacity_factor: float | None = None
     priority: Priority = "arrival"
+    backend: str | None = None
     input_jitter: float = 0.0
     expert_dropout: float = 0.0
     dropout: float = 0.0
@@ -103,7 +105,7 @@ class MoE(nn.Module):
             # 0 * NaN is NaN: what stands at invalid places must not reach the gradient of a weight.
             x = jnp.where(valid[..., None], x, 0)
         tokens = x.reshape(-1, x.shape[-1])
-        routed, report = self._route(tokens, x.shape[:-1], valid, token_ids, deterministic)
+        routed, position, report = self._route(tokens, x.shape[:-1], valid, token_ids, deterministic)
         experts = Experts(
             self.num_experts, self.expert_width, self.glu, self.use_bias, self.dtype, name="experts"
         )
@@ -116,6 +118,8 @@ class MoE(nn.Module):
             capacity=self._capacity(len(tokens)) if chosen_by_token else None,
             priority=self.priority,
             activation=self.activation,
+            position=position if self.priority == "arrival" else None,
+            backend=self.backend,
         )
         y = y.reshape(x.shape)
         if self.num_shared_experts:
@@ -134,6 +138,7 @@ class MoE(nn.Module):
             self.num_experts,
             input_jitter=self.input_jitter,
             expert_dropout=self.expert_dropout,
+            fused=self.implementation != "einsum",
             name="router",
         )
         return router(

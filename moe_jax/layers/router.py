@@ -1,10 +1,14 @@
-"""Parameters, state and randomness for a routing method. Axes: T tokens, d width, E experts."""
+"""Parameters, state and randomness for a routing method.
+
+Axes: T tokens, d width, E experts, k choices.
+"""
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
 from moe_jax import routing
+from moe_jax.kernels import fused_router
 from moe_jax.routing import Routed, RouterInputs, expert_dropout, input_jitter
 
 
@@ -20,12 +24,15 @@ class Router(nn.Module):
       num_experts: E.
       input_jitter: in training, as ``routing.input_jitter`` takes it.
       expert_dropout: in training, the rate of ``routing.expert_dropout``.
+      fused: where the method is softmax_top_k of its logits, let ``moe_jax.kernels.fused_router``
+        choose, which knows the positions too; the gates then have one derivative, in reverse mode.
     """
 
     method: routing.Router
     num_experts: int
     input_jitter: float = 0.0
     expert_dropout: float = 0.0
+    fused: bool = False
 
     @nn.compact
     def __call__(
@@ -37,7 +44,7 @@ class Router(nn.Module):
         num_sequences: int = 1,
         capacity: int | None = None,
         deterministic: bool = True,
-    ) -> tuple[Routed, dict[str, jax.Array]]:
+    ) -> tuple[Routed, jax.Array | None, dict[str, jax.Array]]:
         """Routes tokens.
 
         Args:
@@ -49,7 +56,8 @@ class Router(nn.Module):
           deterministic: evaluation; otherwise the RNG collection "router" is needed.
 
         Returns:
-          What the method returns, and its report.
+          What the method returns; i32[T, k], the positions of the assignments in order of arrival,
+          or None where the kernel did not choose; and the method's report.
         """
         weights = {
             name: self.param(name, weight.init, weight.shape, jnp.float32)
@@ -61,10 +69,15 @@ class Router(nn.Module):
             inputs = self._perturbed(inputs, self.make_rng("router"))
         if self.has_variable("replay", "chosen"):
             inputs = inputs._replace(chosen=self.get_variable("replay", "chosen"))
-        routed = self.method.route(
-            inputs, weights, state, num_sequences=num_sequences, capacity=capacity
-        )
-        return routed, self.method.report(weights, state)
+        keywords = self.method.as_softmax_top_k() if self.fused else None
+        report = self.method.report(weights, state)
+        if keywords is None or inputs.chosen is not None:
+            sizes = dict(num_sequences=num_sequences, capacity=capacity)
+            return self.method.route(inputs, weights, state, **sizes), None, report
+        logits = self.method.logits(inputs, weights, state)
+        choice, position, _ = fused_router(logits, self.method.k, valid=inputs.valid, **keywords)
+        losses = self.method.losses(choice, inputs, weights, state)
+        return Routed(choice, choice.logits, losses), position, report
 
     def _carried(self, weights):
         def first(key):

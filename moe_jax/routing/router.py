@@ -155,6 +155,13 @@ class Router:
         """The choice that the method makes of the logits."""
         raise NotImplementedError
 
+    def as_softmax_top_k(self) -> dict[str, Any] | None:
+        """The keywords with which ``choose`` is ``softmax_top_k`` of the logits and nothing else.
+
+        A kernel that does all of that at once may take its place. None: it is something else.
+        """
+        return None
+
     def losses(
         self, choice: Choice, inputs: RouterInputs, weights: dict, state: dict
     ) -> dict[str, jax.Array]:
@@ -216,6 +223,9 @@ class LogitsRouter(Router):
         others = {} if inputs.chosen is None else {"chosen": inputs.chosen}
         return self(logits, valid=inputs.valid, **others)
 
+    def as_softmax_top_k(self):
+        return dict(self.arguments) if self.method is softmax_top_k else None
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SoftmaxRouter(Router):
@@ -235,6 +245,9 @@ class SoftmaxRouter(Router):
             valid=inputs.valid,
             chosen=inputs.chosen,
         )
+
+    def as_softmax_top_k(self):
+        return {"renormalize": self.renormalize}
 
 
 def mask_experts(logits: jax.Array, expert_mask: jax.Array | None) -> jax.Array:

@@ -42,6 +42,7 @@ def make_model(config: ConfigDict, vocab_size: int) -> LanguageModel:
             implementation=moe.implementation,
             capacity_factor=moe.capacity_factor,
             priority=moe.priority,
+            backend=moe.backend,
             input_jitter=moe.input_jitter,
             expert_dropout=moe.expert_dropout,
             **feed_forward,

@@ -62,7 +62,8 @@ def train(config: ConfigDict, directory: Path, *, stop: StopRequest, name: str =
       name: of the run, for messages.
 
     Raises:
-      TrainingError: the loss became NaN or infinite, or the data cannot be used.
+      TrainingError: the loss became NaN or infinite, the data cannot be used, or the backend that
+        the config names cannot be used here.
       CheckpointError: a checkpoint is damaged or cannot be written.
     """
     checkpoints_directory = directory / "checkpoints"
@@ -75,8 +76,7 @@ def train(config: ConfigDict, directory: Path, *, stop: StopRequest, name: str =
         data, batches = _load_data(config)
         model = make_model(config, data.tokenizer.vocab_size)
         if config.moe.num_experts:
-            widths = (config.model.width, config.moe.expert_width)
-            progress.say(explain(config.model.dtype, widths).splitlines()[0])
+            progress.say(_backend_line(config))
         with Checkpoints(
             checkpoints_directory, keep_last=config.keep_last, keep_best=config.keep_best
         ) as checkpoints:
@@ -88,6 +88,14 @@ def train(config: ConfigDict, directory: Path, *, stop: StopRequest, name: str =
             with RunLog(directory, step=done) as log:
                 run = _Run(config, model, data, checkpoints, log, progress)
                 run.train(state, batches, stop)
+
+
+def _backend_line(config):
+    widths = (config.model.width, config.moe.expert_width)
+    try:
+        return explain(config.model.dtype, widths, config.moe.backend).splitlines()[0]
+    except ValueError as error:
+        raise TrainingError(f"config.moe.{error}") from None
 
 
 class _Run:

@@ -29,7 +29,7 @@ def test_explain_names_the_choice_and_why_not_the_others():
     assert len(lines) == 1 + len(kernels.BACKENDS)
     states = {line.split()[0]: line.rpartition(": ")[2] for line in lines[1:]}
     assert states["xla_cpu"] == "chosen"
-    assert states["pallas_tpu"] == "made for tpu, this is cpu"
+    assert states["pallas_tpu"] == "is made for tpu, this is cpu"
     assert states["xla_ragged"] == "costs E times the work on cpu"
 
 
@@ -63,7 +63,7 @@ def test_the_default_device_may_be_a_name():
 def test_refused_backends():
     with pytest.raises(ValueError, match="backend: got 'cuda'; allowed: xla_cpu, pallas_tpu"):
         kernels.select(jnp.float32, (4, 4), "cuda")
-    with pytest.raises(ValueError, match="got 'pallas_tpu', which made for tpu, this is cpu"):
+    with pytest.raises(ValueError, match="got 'pallas_tpu', which is made for tpu, this is cpu"):
         kernels.select(jnp.float32, (4, 4), "pallas_tpu")
 
 

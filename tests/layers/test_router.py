@@ -16,7 +16,7 @@ def normal(*shape, seed=0):
 
 
 def route(params, x, num_experts=4, method=top_2, **arguments):
-    routed, _ = Router(method, num_experts).apply(params, x, **arguments)
+    routed, _, _ = Router(method, num_experts).apply(params, x, **arguments)
     return routed
 
 
