@@ -221,7 +221,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run_again(arguments):
-    """In a process of the right environment: jax reads it when it is imported, which has happened."""
+    """In a process of the right environment: jax has read that of this one, when imported."""
     with tempfile.TemporaryDirectory() as dump:
         dumped = {_DUMP: dump, "MOSAIC_GPU_DUMP_PTXAS": "1"}
         again = [sys.executable, "-m", MODULE, *arguments]

@@ -373,6 +373,8 @@ def _load_data(config, split):
 
 def _load_model(run, vocab_size):
     """The model of a run and its variables in the checkpoint."""
+    # Who computes is a matter of this machine, not of the one that it was trained on.
+    run.config.moe.backend = None
     model = make_model(run.config, vocab_size)
     shapes = jax.eval_shape(lambda: make_initial_state(run.config, model)).variables
     return model, restore_trees(run.directory / "checkpoints", run.step, shapes)

@@ -15,7 +15,8 @@ from moe_jax.dispatch.expert_rows import expert_choice_moe, merged_moe, soft_moe
 from moe_jax.dispatch.feed_forward import Activation, activation_function, check_experts
 from moe_jax.dispatch.sorted import sorted_moe
 from moe_jax.kernels import select
-from moe_jax.kernels.api import check_index, check_name
+from moe_jax.kernels.api import check_name
+from moe_jax.kernels.backend import check_index
 from moe_jax.routing import Choice, ExpertChoice, ExpertMerge, SoftChoice, expert_counts
 
 Implementation = Literal["dropless", "sorted", "einsum"]

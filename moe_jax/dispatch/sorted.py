@@ -6,7 +6,7 @@ Axis legend: T tokens, K slots, E experts, C capacity, d width, f expert width.
 import jax.numpy as jnp
 
 from moe_jax.dispatch.feed_forward import feed_forward
-from moe_jax.kernels.api import check_index
+from moe_jax.kernels.backend import check_index
 from moe_jax.kernels.rows import assignment_of_row, from_rows, to_rows
 
 

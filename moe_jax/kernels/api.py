@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from moe_jax.kernels import grouped
-from moe_jax.kernels.backend import Backend
+from moe_jax.kernels.backend import Backend, check_index
 from moe_jax.kernels.manual import vary_alike
 
 # GPUs with the instructions that our kernels are made of, and TPUs without room for their blocks.
@@ -253,13 +253,3 @@ def grouped_matmul(
     arrays = vary_alike(lhs.astype(dtype), rhs.astype(dtype), group_sizes)
     out = grouped.matmul(chosen, *arrays)
     return out.astype(lhs.dtype)
-
-
-def check_index(count: int, what: str) -> None:
-    """Refuses more of something than an int32 can number.
-
-    Raises:
-      ValueError: count >= 2**31.
-    """
-    if count >= 2**31:
-        raise ValueError(f"{what}: got {count}; allowed: less than 2**31 = {2**31}")

@@ -173,6 +173,34 @@ def in_some_group(group_sizes: jax.Array, num_rows: int) -> jax.Array:
     return (jnp.arange(num_rows) < jnp.sum(group_sizes))[:, None]
 
 
+# What the fused routers for accelerators hold in registers or in one tile.
+MOST_EXPERTS, MOST_CHOICES = 256, 8
+
+
+def check_route(num_tokens: int, num_experts: int, k: int) -> None:
+    """Refuses what a kernel for ``Route`` does not hold.
+
+    Raises:
+      ValueError: names the size, its value and what is allowed.
+    """
+    most = min(num_experts, MOST_CHOICES)
+    if not 1 <= num_experts <= MOST_EXPERTS:
+        raise ValueError(f"num_experts: got {num_experts}; allowed: 1 to {MOST_EXPERTS}")
+    if not 1 <= k <= most:
+        raise ValueError(f"k: got {k}; allowed: 1 to {most}")
+    check_index(num_tokens * k, "assignments T*k")
+
+
+def check_index(count: int, what: str) -> None:
+    """Refuses more of something than an int32 can number.
+
+    Raises:
+      ValueError: count >= 2**31.
+    """
+    if count >= 2**31:
+        raise ValueError(f"{what}: got {count}; allowed: less than 2**31 = {2**31}")
+
+
 class Forward(Protocol):
     """The whole experts on rows."""
 

@@ -16,3 +16,11 @@ def vary_alike(*trees):
         return jax.lax.pcast(leaf, tuple(missing), to="varying") if missing else leaf
 
     return jax.tree.map(cast, trees)
+
+
+def result_type(shape, dtype, *operands) -> jax.ShapeDtypeStruct:
+    """The type of a kernel's result, which varies over the axes that its operands vary over."""
+    types = [jax.typeof(leaf).mat for leaf in jax.tree.leaves(operands)]
+    return jax.ShapeDtypeStruct(
+        shape, dtype, manual_axis_type=max(types, key=lambda mat: len(mat.varying))
+    )

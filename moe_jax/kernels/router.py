@@ -10,13 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from moe_jax.kernels import api
-from moe_jax.kernels.backend import Backend
+from moe_jax.kernels.backend import MOST_CHOICES, MOST_EXPERTS, Backend, check_index
+from moe_jax.kernels.manual import vary_alike
 from moe_jax.routing import TokenChoice
 from moe_jax.routing.token_choice import router_probs
 from moe_jax.routing.types import check_count, check_logits
 
-# What the kernels for accelerators hold in registers or in one tile.
-MOST_EXPERTS, MOST_CHOICES = 256, 8
 # Routing has no widths; these are refused by none.
 _ANY_WIDTHS = (128, 128)
 
@@ -52,9 +51,9 @@ def fused_router(
     """
     logits, valid = check_logits(logits, valid)
     k = check_count("k", k, logits.shape[1], "the number of experts")
-    api.check_index(logits.shape[0] * k, "assignments T*k")
+    check_index(logits.shape[0] * k, "assignments T*k")
     chosen = _select(logits.shape[1], k, backend)
-    expert, gate, position, counts = _route(chosen, k, logits, valid)
+    expert, gate, position, counts = _route(chosen, k, *vary_alike(logits, valid))
     # So that a broken router does not go unseen, whatever a kernel makes of a NaN.
     broken = valid & jnp.any(jnp.isnan(logits), axis=1)
     gate = jnp.where(broken[:, None], jnp.nan, gate)

@@ -105,7 +105,9 @@ class MoE(nn.Module):
             # 0 * NaN is NaN: what stands at invalid places must not reach the gradient of a weight.
             x = jnp.where(valid[..., None], x, 0)
         tokens = x.reshape(-1, x.shape[-1])
-        routed, position, report = self._route(tokens, x.shape[:-1], valid, token_ids, deterministic)
+        routed, position, report = self._route(
+            tokens, x.shape[:-1], valid, token_ids, deterministic
+        )
         experts = Experts(
             self.num_experts, self.expert_width, self.glu, self.use_bias, self.dtype, name="experts"
         )

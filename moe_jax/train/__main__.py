@@ -9,7 +9,8 @@ from collections.abc import Sequence
 import absl.logging
 
 from moe_jax.checkpoints import CheckpointError
-from moe_jax.config import ConfigError, parse_command_line
+from moe_jax.config import ConfigError, parse_command_line, resolve_runs
+from moe_jax.train.build import explain_backend
 from moe_jax.train.log import LogError
 from moe_jax.train.loop import TrainingError, train
 from moe_jax.train.memory import keep_freed_memory
@@ -36,6 +37,9 @@ def main(arguments: Sequence[str]) -> int:
     workdir = None
     try:
         config, workdir = parse_command_line(arguments, usage=USAGE)
+        for run in resolve_runs(config).values():
+            if run.moe.backend:
+                explain_backend(run)
         runs = prepare_workdir(workdir, config)
         with StopRequest() as stop:
             for directory, run in runs.items():

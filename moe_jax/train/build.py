@@ -7,6 +7,8 @@ import jax.numpy as jnp
 import optax
 from ml_collections import ConfigDict
 
+from moe_jax.config import ConfigError
+from moe_jax.kernels import explain
 from moe_jax.layers import Mlp, MoE
 from moe_jax.models.language_model import LanguageModel
 from moe_jax.routing import Router, make_router
@@ -61,6 +63,19 @@ def make_model(config: ConfigDict, vocab_size: int) -> LanguageModel:
         scan_layers=model.scan_layers,
         dtype=dtype,
     )
+
+
+def explain_backend(config: ConfigDict) -> str:
+    """Who computes the experts of a single-run config on this machine, in a line.
+
+    Raises:
+      ConfigError: the backend that the config names cannot.
+    """
+    widths = (config.model.width, config.moe.expert_width)
+    try:
+        return explain(config.model.dtype, widths, config.moe.backend).splitlines()[0]
+    except ValueError as error:
+        raise ConfigError(f"config.moe.{error}") from None
 
 
 def make_method(config: ConfigDict) -> Router | None:

@@ -12,8 +12,8 @@ import jax.numpy as jnp
 from ml_collections import ConfigDict
 
 from moe_jax.checkpoints import CheckpointError, Checkpoints, saved_steps
-from moe_jax.kernels import explain
 from moe_jax.train.build import (
+    explain_backend,
     make_initial_state,
     make_method,
     make_model,
@@ -62,8 +62,7 @@ def train(config: ConfigDict, directory: Path, *, stop: StopRequest, name: str =
       name: of the run, for messages.
 
     Raises:
-      TrainingError: the loss became NaN or infinite, the data cannot be used, or the backend that
-        the config names cannot be used here.
+      TrainingError: the loss became NaN or infinite, or the data cannot be used.
       CheckpointError: a checkpoint is damaged or cannot be written.
     """
     checkpoints_directory = directory / "checkpoints"
@@ -76,7 +75,7 @@ def train(config: ConfigDict, directory: Path, *, stop: StopRequest, name: str =
         data, batches = _load_data(config)
         model = make_model(config, data.tokenizer.vocab_size)
         if config.moe.num_experts:
-            progress.say(_backend_line(config))
+            progress.say(explain_backend(config))
         with Checkpoints(
             checkpoints_directory, keep_last=config.keep_last, keep_best=config.keep_best
         ) as checkpoints:
@@ -88,14 +87,6 @@ def train(config: ConfigDict, directory: Path, *, stop: StopRequest, name: str =
             with RunLog(directory, step=done) as log:
                 run = _Run(config, model, data, checkpoints, log, progress)
                 run.train(state, batches, stop)
-
-
-def _backend_line(config):
-    widths = (config.model.width, config.moe.expert_width)
-    try:
-        return explain(config.model.dtype, widths, config.moe.backend).splitlines()[0]
-    except ValueError as error:
-        raise TrainingError(f"config.moe.{error}") from None
 
 
 class _Run:

@@ -112,11 +112,11 @@ def test_no_tokens():
 @pytest.mark.parametrize(
     ("shape", "k", "message"),
     [
-        ((4, 257), 2, "num_experts: got 257; allowed: up to 256"),
+        ((4, 257), 2, "num_experts: got 257; allowed: 1 to 256"),
         ((4, 3), 4, "k: got 4; allowed: 1 to 3"),
         ((4, 16), 9, "k: got 9; allowed: 1 to 8"),
         ((4, 3), 0, "k: got 0; allowed: 1 to 3"),
-        ((2**30, 8), 2, r"num_tokens \* k: got 2147483648; allowed: less than 2\*\*31"),
+        ((2**30, 8), 2, r"T\*k: got 2147483648; allowed: less than 2\*\*31"),
     ],
 )
 def test_refusals(shape, k, message):

@@ -120,7 +120,7 @@ def test_five_routings_one_compilation_and_ten_runs_bit_equal():
         ((4, 64), 9, "k: got 9; allowed: 1 to 8"),
         ((4, 3), 4, "k: got 4; allowed: 1 to 3"),
         ((4, 3), 0, "k: got 0; allowed: 1 to 3"),
-        ((2**30, 8), 2, r"num_tokens \* k: got 2147483648; allowed: less than 2\*\*31"),
+        ((2**30, 8), 2, r"T\*k: got 2147483648; allowed: less than 2\*\*31"),
     ],
 )
 def test_refusals(shape, k, message):

@@ -304,3 +304,27 @@ def test_no_capacity_without_assignments():
     moe = layer(method=make_router("smear", k=K), capacity_factor=1.0)
     with pytest.raises(ValueError, match="MoE.capacity_factor: got 1.0; allowed: None with Smear"):
         jax.eval_shape(moe.init, jax.random.key(0), jnp.zeros((3, D)))
+
+
+def test_a_backend_by_name_computes(random_params):
+    moe, x = layer(implementation="dropless"), normal(7, D)
+    params = random_params(moe.init, x)
+    named = layer(implementation="dropless", backend="reference")
+    np.testing.assert_allclose(
+        apply(named, params, x)[0], apply(moe, params, x)[0], rtol=1e-5, atol=1e-6
+    )
+    with pytest.raises(ValueError, match="backend: got 'fast'; allowed: xla_cpu"):
+        layer(backend="fast").apply(params, x)
+
+
+def test_einsum_has_forward_derivatives(random_params):
+    moe, x = layer(implementation="einsum"), normal(7, D)
+    params, direction = random_params(moe.init, x), normal(7, D, seed=1)
+
+    def f(x):
+        return moe.apply(params, x)[0]
+
+    _, forward = jax.jvp(f, (x,), (direction,))
+    weight = normal(7, D, seed=2)
+    (backward,) = jax.vjp(f, x)[1](weight)
+    np.testing.assert_allclose(jnp.sum(weight * forward), jnp.sum(backward * direction), rtol=1e-4)

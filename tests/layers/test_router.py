@@ -1,10 +1,13 @@
 """The router module: parameters, state, randomness, and float32 whatever comes in."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from moe_jax.dispatch import positions
 from moe_jax.layers import Router
 from moe_jax.routing import make_router
 
@@ -120,3 +123,43 @@ def test_a_stored_choice_is_repeated_with_gates_of_its_own(random_params):
     probs = jax.nn.softmax(routed.logits)
     expected = jnp.take_along_axis(probs, worst, axis=1)
     np.testing.assert_allclose(repeated.choice.gate, expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize("renormalize", [False, True])
+@pytest.mark.parametrize("name", ["softmax_top_k", "cosine_top_k"])
+def test_fused_routing_is_the_same_with_positions(random_params, name, renormalize):
+    method, x, valid = (
+        make_router(name, k=2, renormalize=renormalize),
+        normal(9, 5),
+        jnp.arange(9) < 7,
+    )
+    params = random_params(Router(method, 4).init, x)
+
+    def use(params, x, fused):
+        routed, position, _ = Router(method, 4, fused=fused).apply(params, x, valid=valid)
+        weight = normal(9, 2, seed=3)
+        return jnp.sum(weight * routed.choice.gate) + jnp.sum(routed.choice.probs**2), (
+            routed,
+            position,
+        )
+
+    got, want = (
+        jax.value_and_grad(use, (0, 1), has_aux=True)(params, x, fused) for fused in (True, False)
+    )
+    (_, (routed, position)), (_, (expected, nothing)) = got[0], want[0]
+    assert nothing is None
+    np.testing.assert_array_equal(
+        position, positions(expected.choice.expert, 4, priority="arrival")
+    )
+    close = functools.partial(np.testing.assert_allclose, atol=1e-6)
+    jax.tree.map(close, (routed, got[1]), (expected, want[1]))
+
+
+def test_other_methods_and_a_stored_choice_are_not_fused(random_params):
+    x, sigmoid = normal(6, 5), make_router("sigmoid_top_k", k=2)
+    variables = Router(sigmoid, 4).init(jax.random.key(0), x)
+    assert Router(sigmoid, 4, fused=True).apply(variables, x)[1] is None
+    params = random_params(Router(top_2, 4).init, x)
+    stored = params | {"replay": {"chosen": jnp.tile(jnp.array([[3, 1]]), (6, 1))}}
+    routed, position, _ = Router(top_2, 4, fused=True).apply(stored, x)
+    assert position is None and (routed.choice.expert == jnp.array([3, 1])).all()

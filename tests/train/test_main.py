@@ -30,6 +30,11 @@ REFUSED = [
     ("--config.moe.capacity_factor=0", "config.moe.capacity_factor: got 0.0; allowed: numbers > 0"),
     ("--config.moe.capacity_factor=-1", "moe.capacity_factor: got -1.0; allowed: numbers > 0"),
     ("--config.moe.implementation=fast", "moe.implementation: got fast; allowed: dropless, sorted"),
+    ("--config.moe.backend=fast", "config.moe.backend: got fast; allowed: xla_cpu, pallas_tpu"),
+    (
+        "--config.moe.backend=pallas_tpu",
+        "config.moe.backend: got 'pallas_tpu', which is made for tpu, this is cpu",
+    ),
     ("--config.moe.priority=last", "moe.priority: got last; allowed: arrival, first_choice, gate"),
     ("--config.model.num_heads=3", "config.model.num_heads: got 3; allowed: divisors of 16"),
     ("--config.model.num_heads=16", "config.model.num_heads: got 16; allowed: an even head size"),

@@ -23,11 +23,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from moe_jax.kernels.backend import check_route
 from moe_jax.kernels.mosaic_gpu import compat
 
 _TILE = 64
-_MAX_EXPERTS = 256
-_MAX_K = 8
 
 # A tile, 16 rows per warp, and what is left of it when one axis is summed away: the vectors that
 # run down and along it.
@@ -53,7 +52,7 @@ def route(
       ValueError: E, k or T * k out of range.
     """
     num_tokens, num_experts = logits.shape
-    _check(num_tokens, num_experts, k)
+    check_route(num_tokens, num_experts, k)
     if not num_tokens:
         empty = jnp.zeros((0, k), jnp.int32)
         return empty, empty.astype(jnp.float32), empty, jnp.zeros(num_experts, jnp.int32)
@@ -69,15 +68,6 @@ def route(
     position = before[tile, jnp.minimum(expert, num_experts - 1)] + rank
     position = jnp.where(expert < num_experts, position, num_tokens * k)
     return expert, probability, position, jnp.sum(counts, axis=0)
-
-
-def _check(num_tokens, num_experts, k):
-    if num_experts > _MAX_EXPERTS:
-        raise ValueError(f"num_experts: got {num_experts}; allowed: up to {_MAX_EXPERTS}")
-    if not 1 <= k <= min(num_experts, _MAX_K):
-        raise ValueError(f"k: got {k}; allowed: 1 to {min(num_experts, _MAX_K)}")
-    if num_tokens * k >= 2**31:
-        raise ValueError(f"num_tokens * k: got {num_tokens * k}; allowed: less than 2**31")
 
 
 def _route_tiles(logits, k, valid, num_experts, interpret):

@@ -26,6 +26,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jax.typing import DTypeLike
 
+from moe_jax.kernels.manual import result_type
+
 # Large tiles hide the loading of the next matrix, and matter most where it is loaded in parts.
 _TILE_ROWS = (512, 1024, 2048)
 # As many rows as a matrix unit needs to be busy while the next weights are loaded into it.
@@ -151,7 +153,7 @@ def outer(
     """
     _check_outer(lhs, rhs, group_sizes, scale)
     (num_rows, a), b, num_groups = lhs.shape, rhs.shape[1], group_sizes.shape[0]
-    out = jax.ShapeDtypeStruct((num_groups, a, b), dtype)
+    out = result_type((num_groups, a, b), dtype, lhs, rhs, group_sizes)
     if 0 in (num_rows, *out.shape):
         return jnp.zeros(out.shape, out.dtype)
     strip, tile, a_tile, b_tile = _outer_tiles(lhs, rhs, num_groups, out.dtype)
@@ -196,7 +198,7 @@ def _rows_times_matrices(
     _check(lhs, matrices, bias, scale, group_sizes, transposed)
     num_groups, num_rows, a = matrices[0].shape[0], *lhs.shape
     b = matrices[0].shape[1 if transposed else 2]
-    out = jax.ShapeDtypeStruct((num_rows, b), lhs.dtype)
+    out = result_type((num_rows, b), lhs.dtype, lhs, matrices, group_sizes)
     if 0 in (num_groups, num_rows, a, b):
         return [jnp.zeros(out.shape, out.dtype)] * num_outs
     strip, tile, a_tile, b_tile = _matmul_tiles(lhs, matrices, b, num_outs)

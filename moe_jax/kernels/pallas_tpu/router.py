@@ -16,10 +16,12 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from moe_jax.kernels.backend import check_route
+from moe_jax.kernels.manual import result_type
+
 _LANES, _SUBLANES = 128, 8
 # A product of 0/1 matrices takes the more work per token the larger the tile.
 _LARGEST_TILE = 256
-_MAX_EXPERTS, _MAX_CHOICES = 256, 8
 
 
 def route(logits, k, valid, *, interpret=False):
@@ -44,7 +46,7 @@ def route(logits, k, valid, *, interpret=False):
       ValueError: too many experts, choices or assignments.
     """
     num_tokens, num_experts = logits.shape
-    _check(num_tokens, num_experts, k)
+    check_route(num_tokens, num_experts, k)
     if not num_tokens:
         empty = jnp.zeros((0, k), jnp.int32)
         return empty, empty.astype(jnp.float32), empty, jnp.zeros(num_experts, jnp.int32)
@@ -58,10 +60,10 @@ def route(logits, k, valid, *, interpret=False):
     call = pl.pallas_call(
         functools.partial(_kernel, num_experts=num_experts, empty_position=num_tokens * k),
         (
-            jax.ShapeDtypeStruct((k, columns), jnp.int32),
-            jax.ShapeDtypeStruct((k, columns), jnp.float32),
-            jax.ShapeDtypeStruct((k, columns), jnp.int32),
-            jax.ShapeDtypeStruct((rows, 1), jnp.int32),
+            result_type((k, columns), jnp.int32, logits),
+            result_type((k, columns), jnp.float32, logits),
+            result_type((k, columns), jnp.int32, logits),
+            result_type((rows, 1), jnp.int32, logits),
         ),
         grid=(columns // tile,),
         in_specs=[pl.BlockSpec((rows, tile), lambda i: (0, i))],
@@ -126,12 +128,3 @@ def _count(assigned):
 def _pick(values, chosen):
     """The one value per token at the chosen expert, 0 if there is none."""
     return jnp.sum(jnp.where(chosen, values, 0), axis=0, keepdims=True)
-
-
-def _check(num_tokens, num_experts, k):
-    if not 1 <= num_experts <= _MAX_EXPERTS:
-        raise ValueError(f"num_experts: got {num_experts}; allowed: 1 to {_MAX_EXPERTS}")
-    if not 1 <= k <= min(num_experts, _MAX_CHOICES):
-        raise ValueError(f"k: got {k}; allowed: 1 to {min(num_experts, _MAX_CHOICES)}")
-    if num_tokens * k >= 2**31:
-        raise ValueError(f"num_tokens * k: got {num_tokens * k}; allowed: less than 2**31")

@@ -20,6 +20,8 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from moe_jax.kernels.manual import result_type
+
 _LANES = 128
 # Tokens that the vector unit handles at a time: whole registers of float32 and of bfloat16.
 _CHUNK = 16
@@ -64,7 +66,7 @@ def combine(rows, row, *, gate=None, interpret=False):
       ValueError: another dtype.
     """
     _check_dtype("rows", rows)
-    out = jax.ShapeDtypeStruct((row.shape[0], rows.shape[1]), rows.dtype)
+    out = result_type((row.shape[0], rows.shape[1]), rows.dtype, rows, row)
     if not rows.size or not row.size:
         return jnp.zeros(out.shape, out.dtype)
     gate = jnp.ones(row.shape) if gate is None else gate
@@ -90,7 +92,8 @@ def gate_gradient(cotangent, rows, row, *, interpret=False):
     if not rows.size or not row.size:
         return jnp.zeros(row.shape, jnp.float32)
     tile = _tile_tokens(rows, row)
-    out = jax.ShapeDtypeStruct((pl.cdiv(num_tokens, tile), num_slots, tile), jnp.float32)
+    shape = pl.cdiv(num_tokens, tile), num_slots, tile
+    out = result_type(shape, jnp.float32, cotangent, rows, row)
     dots = _for_each_tile(_dot_tile, rows, row, cotangent, out, tile, interpret)
     return dots.swapaxes(1, 2).reshape(-1, num_slots)[:num_tokens]
 
