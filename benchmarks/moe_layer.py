@@ -111,6 +111,13 @@ def _parse(arguments):
         " times unless one takes as long (default: 20)",
     )
     parser.add_argument(
+        "--without",
+        type=lambda text: text.split(","),
+        default=[],
+        metavar="A,B",
+        help="leave out contenders whose name has one of these words, such as eager",
+    )
+    parser.add_argument(
         "--fresh-memory",
         action="store_true",
         help="let glibc map large buffers anew each time, its default; otherwise it keeps freed"
@@ -157,6 +164,13 @@ def _measure(shape, inputs, dtype, routing, which, options, with_peers) -> list[
     contenders = layers.contenders(shape, inputs, timed)
     if with_peers:
         contenders += peers.contenders(shape, inputs, timed)
+    # The dense layers are what the others are compared with.
+    wanted = {layers.DENSE} | {contender.own_dense for contender in contenders}
+    contenders = [
+        contender
+        for contender in contenders
+        if contender.name in wanted or not any(word in contender.name for word in options.without)
+    ]
     results = timing.interleave(
         contenders,
         rounds=options.rounds,
