@@ -211,7 +211,9 @@ class Forward(Protocol):
         experts: Experts,
         group_sizes: jax.Array,
         activation: Activation,
-    ) -> tuple[jax.Array, PreActivations]:
+        *,
+        save: bool,
+    ) -> tuple[jax.Array, PreActivations | None]:
         """scale[n] * (h[n] w_out + b_out), where h is what ``Hidden`` says.
 
         Args:
@@ -219,10 +221,11 @@ class Forward(Protocol):
           scale: f32[N].
           experts: weights "w_in", "w_out", optional "w_gate", "b_in", "b_out".
           group_sizes: i32[E].  activation: elementwise.
+          save: whether a backward pass follows.
 
         Returns:
-          [P, d] of the rows' dtype, and u and v of ``Hidden`` for the backward pass; any of them
-          may hold anything past the sum.
+          [P, d] of the rows' dtype, and u and v of ``Hidden`` for the backward pass, which may be
+          left out if nothing is to be saved; any of them may hold anything past the sum.
         """
 
 

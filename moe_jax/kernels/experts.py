@@ -37,7 +37,9 @@ def dropless_experts(backend: Backend, activation, x, gate, experts, row, assign
     Returns:
       [T, d] of x's dtype. Reverse-mode differentiable once, in x, gate and experts.
     """
-    return _fwd(backend, activation, x, gate, experts, row, assignment, group_sizes)[0]
+    return _forward(
+        backend, activation, x, gate, experts, row, assignment, group_sizes, save=False
+    )[0]
 
 
 def _rows_of(backend, array, assignment, num_slots, num_experts):
@@ -52,12 +54,17 @@ def _scale(gate, assignment):
     return gate.ravel().at[assignment].get(mode="fill", fill_value=0)
 
 
-def _fwd(backend, activation, x, gate, experts, row, assignment, group_sizes):
+def _forward(backend, activation, x, gate, experts, row, assignment, group_sizes, *, save):
     rows = _rows_of(backend, x, assignment, row.shape[1], group_sizes.shape[0])
     forward = backend.forward or functools.partial(composed_forward, backend)
-    out, saved = forward(rows, _scale(gate, assignment), experts, group_sizes, activation)
-    y = backend.combine(out, row)
-    return y, (x, gate, experts, row, assignment, group_sizes, saved)
+    scale = _scale(gate, assignment)
+    out, saved = forward(rows, scale, experts, group_sizes, activation, save=save)
+    return backend.combine(out, row), saved
+
+
+def _fwd(backend, activation, *arrays):
+    y, saved = _forward(backend, activation, *arrays, save=True)
+    return y, (*arrays, saved)
 
 
 def _bwd(backend, activation, residuals, cotangent):
@@ -77,8 +84,12 @@ def _bwd(backend, activation, residuals, cotangent):
 dropless_experts.defvjp(_fwd, _bwd)
 
 
-def composed_forward(backend, rows, scale, experts, group_sizes, activation):
-    """``backend.Forward`` of two grouped products, with activation and gate in their epilogues."""
+def composed_forward(backend, rows, scale, experts, group_sizes, activation, *, save):
+    """``backend.Forward`` of two grouped products, with activation and gate in their epilogues.
+
+    The first writes what a backward pass needs whether or not it is to be saved.
+    """
+    del save
     h, u, v = backend.hidden(
         rows,
         experts["w_in"],

@@ -92,7 +92,7 @@ def outer(lhs, rhs, group_sizes, *, scale=None, dtype):
     return _for_each_tile(group_sizes, num_rows, write, add, out).astype(dtype)
 
 
-def forward(rows, scale, experts, group_sizes, activation):
+def forward(rows, scale, experts, group_sizes, activation, *, save):
     """See ``backend.Forward``."""
     glu = "w_gate" in experts
     num_rows, scale = scale.shape[0], jnp.pad(scale, (0, rows.shape[0] - scale.shape[0]))
@@ -106,14 +106,15 @@ def forward(rows, scale, experts, group_sizes, activation):
         out = _dot(h, one["w_out"], (1, 0)) + one.get("b_out", 0)
         out = (out * _rows(scale, row, size)[:, None]).astype(rows.dtype)
         out = jnp.where(_inside(row, size, end), out, x)
-        parts = (out, u, *([v] if glu else []))
-        return tuple(_put(*pair, row) for pair in zip(buffers, parts, strict=True))
+        parts = (out, u, v)
+        # As many as there are buffers.
+        return tuple(_put(*pair, row) for pair in zip(buffers, parts, strict=False))
 
     # The results take the place of the rows, which are not needed again: fresh memory is slow.
     wide = _zeros(rows, (rows.shape[0], experts["w_in"].shape[2]))
-    buffers = (rows, wide, *([wide] * glu))
-    buffers = _for_each_tile(group_sizes, num_rows, tile, tile, buffers)
-    return buffers[0], (buffers[1], buffers[2] if glu else None)
+    buffers = (rows, *([wide] * (1 + glu) if save else []))
+    out, *saved = _for_each_tile(group_sizes, num_rows, tile, tile, buffers)
+    return out, (*saved, *[None] * (2 - len(saved))) if save else None
 
 
 def backward(rows, scale, experts, group_sizes, activation, saved, cotangent):

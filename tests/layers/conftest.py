@@ -6,6 +6,11 @@ import numpy as np
 import pytest
 
 
+@pytest.fixture(scope="module", autouse=True)
+def compile_once(quick_compilation):
+    """For every test of this folder."""
+
+
 @pytest.fixture(scope="session")
 def random_params():
     """random_params(init, *inputs): normal values of 1/2 in the shapes that init(key, ...) has.
