@@ -51,6 +51,7 @@ COLUMNS = {
     "program": "program",
     "target": "target",
     "backend": "backend",
+    "jax": "jax",
     "gflop": "GFLOP",
     "flops_over_dense": "x dense",
     "gbytes": "GB moved",
@@ -134,6 +135,7 @@ def measure(target: str, program: str, backend: str, function, arguments, dense:
     from moe_jax.kernels.targets import compile_for, device_of
 
     row = dict.fromkeys(COLUMNS) | dict(program=program, target=target, backend=backend)
+    row["jax"] = jax.__version__
     start = time.perf_counter()
     # tokamax asks the default device, not the one that is compiled for, what it can do.
     default = mock.patch("jax.extend.backend.get_default_device", lambda: device_of(target))
@@ -163,15 +165,18 @@ def measure_all(targets, shapes, done: dict, *, with_train_step: bool):
     Args:
       targets: names.
       shapes: sizes of layers, by name.
-      done: rows of an earlier run, by (program, target, backend).
+      done: rows of an earlier run, as ``read_rows`` gives them. What failed then is tried again,
+        and so is what another jax compiled.
       with_train_step: of the demo.
     """
+    import jax
+
     for target in targets:
         dense = {}
         work = list(programs(target, shapes)) + (list(train_steps()) if with_train_step else [])
         for program, backend, function, arguments in work:
             row = done.get((program, target, backend))
-            if row is None:
+            if row is None or row["note"] or row["jax"] != jax.__version__:
                 print(f"{target}: {program}, {backend} ...", end=" ", flush=True)
                 against = dense.get(program, {})
                 row = measure(target, program, backend, function, arguments, against)
@@ -185,7 +190,7 @@ def read_rows(path: Path) -> dict:
     """The rows of an earlier run, by (program, target, backend); none if there was none."""
     if not path.exists():
         return {}
-    words = ("program", "target", "backend", "note")
+    words = ("program", "target", "backend", "jax", "note")
     rows = {}
     with path.open(encoding="utf-8") as file:
         for line in csv.DictReader(file):
@@ -199,7 +204,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command and returns its exit code."""
     parser = command.parser(MODULE, __doc__, quick="one small layer, no train step")
     command.add_list(parser, "--targets", TARGETS, "what to compile for")
-    parser.add_argument("--anew", action="store_true", help="measure also what stands in --output")
+    parser.add_argument("--anew", action="store_true", help="compile also what stands in --output")
     options = parser.parse_args(arguments)
     if _DUMP not in os.environ or any(os.environ.get(n) != v for n, v in ENVIRONMENT.items()):
         return _run_again(sys.argv[1:] if arguments is None else arguments)
@@ -208,13 +213,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     record = report.record(MODULE, arguments)
     report.write_record(options.output / "machine.json", record)
     path = options.output / "compile_report.csv"
-    done = {} if options.anew else read_rows(path)
-    rows = []
+    rows = read_rows(path)
+    done = {} if options.anew else dict(rows)
     for row in measure_all(options.targets, shapes, done, with_train_step=not options.quick):
-        rows.append(row)
-        ours = {(r["program"], r["target"], r["backend"]) for r in rows}
-        report.write_csv(path, rows + [row for key, row in done.items() if key not in ours])
-    text = f"# Compiled\n\n{report.describe(record)}\n\n{report.markdown(rows, COLUMNS)}\n"
+        rows[row["program"], row["target"], row["backend"]] = row
+        report.write_csv(path, list(rows.values()))
+    table = report.markdown(list(rows.values()), COLUMNS)
+    text = f"# Compiled\n\n{report.describe(record)}\n\n{table}\n"
     path.with_suffix(".md").write_text(text, encoding="utf-8")
     print(text)
     return 0

@@ -3,7 +3,7 @@
 Axis legend: T tokens, E experts, k choices per token.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +23,19 @@ _COLUMNS = {
 }
 
 
-def measure_growth(output: Path, record: Mapping[str, Any], *, rounds: int, quick: bool) -> None:
+def measure_growth(
+    output: Path,
+    record: Mapping[str, Any],
+    *,
+    rounds: int,
+    quick: bool,
+    without: Sequence[str] = (),
+) -> None:
     """Forward and backward in float32, uniform routing; writes growth.csv, .md and .png."""
     rows = []
     for series, points in shapes.growth_shapes(quick).items():
         for shape in points:
-            rows += _measure(series, shape, rounds)
+            rows += _measure(series, shape, rounds, without)
     report.write_csv(output / "growth.csv", rows)
     report.draw_growth(output / "growth.png", rows)
     table = report.markdown(rows, _COLUMNS)
@@ -38,10 +45,14 @@ def measure_growth(output: Path, record: Mapping[str, Any], *, rounds: int, quic
     print(text)
 
 
-def _measure(series, shape, rounds):
+def _measure(series, shape, rounds, without):
     timed = layers.Timed("float32", backward=True)
     inputs = shapes.make_inputs(shape, "uniform")
-    contenders = [c for c in layers.contenders(shape, inputs, timed) if not c.swiglu]
+    contenders = [
+        c
+        for c in layers.contenders(shape, inputs, timed)
+        if not c.swiglu and not any(word in c.name for word in without)
+    ]
     results = timing.interleave(contenders, rounds=rounds, budget=20, label=f"growth {shape.name}")
     rows = []
     for name, result in results.items():

@@ -77,7 +77,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         report.draw_ratios(picture, [r for r in rows if r["dtype"] == dtype], f"One layer, {dtype}")
         print(f"wrote {picture}")
     if options.growth:
-        measure_growth(options.output, record, rounds=options.rounds, quick=options.quick)
+        how = dict(rounds=options.rounds, quick=options.quick)
+        measure_growth(options.output, record, without=options.without, **how)
     return 0
 
 
@@ -112,10 +113,11 @@ def _parse(arguments):
     )
     parser.add_argument(
         "--without",
-        type=lambda text: text.split(","),
+        type=lambda text: [word for word in text.split(",") if word],
         default=[],
         metavar="A,B",
-        help="leave out contenders whose name has one of these words, such as eager",
+        help="leave out contenders whose name has one of these words, such as eager; dense layers"
+        " stay where others are compared with them",
     )
     parser.add_argument(
         "--fresh-memory",
@@ -164,13 +166,7 @@ def _measure(shape, inputs, dtype, routing, which, options, with_peers) -> list[
     contenders = layers.contenders(shape, inputs, timed)
     if with_peers:
         contenders += peers.contenders(shape, inputs, timed)
-    # The dense layers are what the others are compared with.
-    wanted = {layers.DENSE} | {contender.own_dense for contender in contenders}
-    contenders = [
-        contender
-        for contender in contenders
-        if contender.name in wanted or not any(word in contender.name for word in options.without)
-    ]
+    contenders = _without(options.without, contenders)
     results = timing.interleave(
         contenders,
         rounds=options.rounds,
@@ -190,6 +186,13 @@ def _measure(shape, inputs, dtype, routing, which, options, with_peers) -> list[
         "pass": which,
     }
     return [case | _row(contender, shape, timed, results) for contender in contenders]
+
+
+def _without(words, contenders):
+    """Those whose names have none of the words, and the dense layers they are compared with."""
+    left = [c for c in contenders if not any(word in c.name for word in words)]
+    names = {layers.DENSE} | {name for c in left for name in (c.name, c.own_dense)}
+    return [contender for contender in contenders if contender.name in names]
 
 
 def _row(contender, shape, timed, results):

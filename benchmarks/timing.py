@@ -80,7 +80,7 @@ def interleave(
     """Times every contender once a round, in an order shuffled anew for each round.
 
     Args:
-      contenders: each is made and run twice before the first round.
+      contenders: each is made and run twice before the first round, once if that takes the budget.
       rounds: how many.
       budget: seconds after which a contender misses the remaining rounds, though it runs thrice
         unless a single run takes as long.
@@ -96,8 +96,11 @@ def interleave(
         try:
             program = contender.make()
             start = time.perf_counter()
-            output = look(program.run())
-            if time.perf_counter() - start < budget:
+            first = program.run()
+            seconds = time.perf_counter() - start
+            output = look(first)
+            del first
+            if seconds < budget:
                 program.run()
         except Exception as error:  # one contender must not end the measurement of the others
             results[contender.name] = Result({}, skipped=_reason(error))
@@ -111,7 +114,8 @@ def interleave(
             seconds, program = results[name].seconds, results[name].program
             used = program.calls * sum(seconds.values())
             longest = program.calls * max(seconds.values(), default=0)
-            if used < budget or len(seconds) < _FEWEST_RUNS and longest < budget:
+            again = len(seconds) < _FEWEST_RUNS and longest < budget
+            if not seconds or used < budget or again:
                 seconds[number] = _time(program)
     return results
 

@@ -42,9 +42,10 @@ def dropless_moe(x, expert, gate, position, experts, *, capacity, activation, ba
     assignment = assignment_of_row(row, expert.size)
     if not isinstance(activation, Hashable):
         activation = functools.partial(activation)
+    arrays = vary_alike(x, gate, experts, row, assignment, sizes)
     if not _closes_over_tracers(activation):
-        arrays = vary_alike(x, gate, experts, row, assignment, sizes)
         return dropless_experts(backend, activation, *arrays)
+    x, gate, experts, row, assignment, sizes = arrays
 
     # The gradient of an activation that, say, learns something is left to jax.
     def bias(weight):

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 
 from moe_jax.dispatch.feed_forward import feed_forward
 from moe_jax.kernels.backend import check_index
+from moe_jax.kernels.manual import vary_alike
 from moe_jax.kernels.rows import assignment_of_row, from_rows, to_rows
 
 
@@ -26,6 +27,7 @@ def sorted_moe(x, expert, gate, position, experts, *, capacity, activation, back
     check_index(num_rows, "expert rows E*C")
     row = jnp.where(expert < num_experts, expert * capacity + position, num_rows)
     assignment = assignment_of_row(row, num_rows)
+    x, gate, experts, row, assignment = vary_alike(x, gate, experts, row, assignment)
 
     rows = to_rows(backend, x, row, assignment).reshape(num_experts, capacity, width)
     rows = feed_forward(rows, experts, activation, jnp.matmul, lambda bias: bias[:, None])

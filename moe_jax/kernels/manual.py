@@ -19,7 +19,10 @@ def vary_alike(*trees):
 
 
 def result_type(shape, dtype, *operands) -> jax.ShapeDtypeStruct:
-    """The type of a kernel's result, which varies over the axes that its operands vary over."""
+    """The type of a kernel's result, which varies over the axes that its operands vary over.
+
+    The operands vary alike, as ``vary_alike`` makes them, or not at all.
+    """
     types = [jax.typeof(leaf).mat for leaf in jax.tree.leaves(operands)]
     return jax.ShapeDtypeStruct(
         shape, dtype, manual_axis_type=max(types, key=lambda mat: len(mat.varying))

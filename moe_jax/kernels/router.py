@@ -4,6 +4,7 @@ Axis legend: T tokens, E experts, k choices.
 """
 
 import functools
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +15,7 @@ from moe_jax.kernels.backend import MOST_CHOICES, MOST_EXPERTS, Backend, check_i
 from moe_jax.kernels.manual import vary_alike
 from moe_jax.routing import TokenChoice
 from moe_jax.routing.token_choice import router_probs
-from moe_jax.routing.types import check_count, check_logits
+from moe_jax.routing.types import ConstantGateWarning, check_count, check_logits
 
 # Routing has no widths; these are refused by none.
 _ANY_WIDTHS = (128, 128)
@@ -37,7 +38,8 @@ def fused_router(
       logits: float[T, E]; cast to float32. Equal logits: the lowest index wins. Whom a token with
         a NaN goes to depends on the backend; its gates are NaN.
       k: choices per token, 1 <= k <= E.
-      renormalize: divide the k gates by their sum.
+      renormalize: divide the k gates by their sum. With k = 1 that makes the gate the constant 1
+        and the router gets no gradient from the output, so a warning is given.
       valid: bool[T]; invalid tokens route nowhere. None: all are valid.
       backend: a name of ``BACKENDS``; None: the best for the device.
 
@@ -52,7 +54,14 @@ def fused_router(
     logits, valid = check_logits(logits, valid)
     k = check_count("k", k, logits.shape[1], "the number of experts")
     check_index(logits.shape[0] * k, "assignments T*k")
-    chosen = _select(logits.shape[1], k, backend)
+    chosen = _select(logits, k, backend)
+    if renormalize and k == 1:
+        warnings.warn(
+            "fused_router with k=1 and renormalize: the gate is the constant 1, so the router gets"
+            " no gradient through the output; use renormalize=False (Switch).",
+            ConstantGateWarning,
+            stacklevel=2,
+        )
     expert, gate, position, counts = _route(chosen, k, *vary_alike(logits, valid))
     # So that a broken router does not go unseen, whatever a kernel makes of a NaN.
     broken = valid & jnp.any(jnp.isnan(logits), axis=1)
@@ -63,12 +72,14 @@ def fused_router(
     return TokenChoice(expert, gate, logits, router_probs(logits, valid)), position, counts
 
 
-def _select(num_experts, k, backend):
+def _select(logits, k, backend):
     """The named backend, else the one with a kernel for the device, else XLA's sort."""
     if backend is not None:
         return api.select(jnp.bfloat16, _ANY_WIDTHS, backend)
-    if num_experts <= MOST_EXPERTS and k <= MOST_CHOICES:
-        for name in ("mosaic_gpu", "pallas_tpu"):
+    if logits.shape[1] <= MOST_EXPERTS and k <= MOST_CHOICES:
+        # Kernels for GPUs do without the checks of jax.shard_map.
+        checked = bool(jax.typeof(logits).mat.varying)
+        for name in ("pallas_tpu",) if checked else ("mosaic_gpu", "pallas_tpu"):
             if api.refusal(name, jnp.bfloat16, _ANY_WIDTHS) is None:
                 return api.load(name)
     return api.load("xla_cpu")

@@ -50,7 +50,8 @@ class MoE(nn.Module):
       num_shared_experts: every token also passes through one Mlp of this many times the expert
         width (DeepSeekMoE, Dai et al., 2024, arXiv:2401.06066, section 3.2).
       implementation, priority, backend: as ``moe_jax.dispatch.moe`` takes them. With "einsum" every
-        derivative exists; the others have one, in reverse mode.
+        derivative exists; the others have one, in reverse mode. The router's kernel is chosen for
+        the device, whatever the backend of the experts.
       capacity_factor: the capacity is ``moe_jax.dispatch.capacity`` of this factor and T. The scope
         is the batch: T is every token of the call, invalid ones too, though they take no room.
         None: nobody is dropped; where experts choose, 1. Methods without assignments have none.

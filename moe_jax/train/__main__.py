@@ -38,7 +38,7 @@ def main(arguments: Sequence[str]) -> int:
     try:
         config, workdir = parse_command_line(arguments, usage=USAGE)
         for run in resolve_runs(config).values():
-            if run.moe.backend:
+            if run.moe.num_experts and run.moe.backend:
                 explain_backend(run)
         runs = prepare_workdir(workdir, config)
         with StopRequest() as stop:

@@ -71,6 +71,8 @@ def explain_backend(config: ConfigDict) -> str:
     Raises:
       ConfigError: the backend that the config names cannot.
     """
+    if config.moe.implementation == "einsum":
+        return "kernels: none, the experts are einsums"
     widths = (config.model.width, config.moe.expert_width)
     try:
         return explain(config.model.dtype, widths, config.moe.backend).splitlines()[0]

@@ -6,7 +6,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax
 import pytest
+
+from benchmarks import compile_report, report
 
 ROOT = Path(__file__).resolve().parents[2]
 COMMAND = [sys.executable, "-m", "benchmarks.compile_report"]
@@ -25,6 +28,36 @@ def test_reports_every_target(tmp_path):
     # The router is a fiftieth of the work at this size.
     assert 0.9 < float(tpu["flops_over_dense"]) < 1.1
     assert 0 < int(gpu["registers"]) <= 255 and gpu["spill_bytes"] == "0"
+
+
+def test_rows_of_an_earlier_run_are_read_back(tmp_path):
+    path, row = tmp_path / "compile_report.csv", dict.fromkeys(compile_report.COLUMNS)
+    row |= dict(program="layer, 8 experts", target="v5p", backend="dense", gflop=1.5, collectives=0)
+    failed = dict.fromkeys(compile_report.COLUMNS) | dict(row, backend="tokamax", note="no, sir")
+    report.write_csv(path, [row, failed])
+    read = compile_report.read_rows(path)
+    assert list(read.values()) == [row, failed]
+    assert read["layer, 8 experts", "v5p", "dense"] == row
+    assert compile_report.read_rows(tmp_path / "none.csv") == {}
+
+
+def test_a_stopped_run_goes_on(monkeypatch):
+    named = dict(program="layer", target="v5p", jax=jax.__version__)
+    dense = named | dict(backend="dense", gflop=1.5, compile_seconds=1.0, note=None)
+    work = [("layer", name, None, ()) for name in ("dense", "tokamax", "failed", "old")]
+    monkeypatch.setattr(compile_report, "programs", lambda target, sizes: work)
+    measured = []
+
+    def measure(target, program, backend, function, arguments, against):
+        measured.append((backend, against))
+        return dict(dense, backend=backend)
+
+    monkeypatch.setattr(compile_report, "measure", measure)
+    failed, old = dict(dense, backend="failed", note="no"), dict(dense, backend="old", jax="0.1")
+    done = {("layer", "v5p", row["backend"]): row for row in (dense, failed, old)}
+    rows = list(compile_report.measure_all(["v5p"], {}, done, with_train_step=False))
+    assert rows[0] is dense and len(rows) == 4
+    assert measured == [(name, dense) for name in ("tokamax", "failed", "old")]
 
 
 def test_an_unknown_target_is_refused():

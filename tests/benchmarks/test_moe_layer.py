@@ -2,6 +2,7 @@
 
 import csv
 import dataclasses
+import json
 
 import jax
 import jax.numpy as jnp
@@ -154,19 +155,32 @@ def test_contenders_take_turns_and_one_that_fails_is_named():
     assert len(rounds) == 4 and all(sorted(turn) == list("abc") for turn in rounds)
     assert len({tuple(turn) for turn in rounds}) > 1
     assert results["d"].skipped == "no room" and not results["d"].seconds
-    assert len(timing.interleave(found, rounds=9, budget=0.0)["a"].seconds) == 3
+
+
+@pytest.mark.parametrize("budget, runs", [(100.0, 9), (5.5, 6), (1.5, 3), (1.0, 1), (0.0, 1)])
+def test_who_has_used_the_budget_misses_rounds(monkeypatch, budget, runs):
+    monkeypatch.setattr(timing, "_time", lambda program: 1.0)
+    found = [timing.Contender("a", "", lambda: timing.Program(lambda: None), "")]
+    results = timing.interleave(found, rounds=9, budget=budget)
+    assert len(results["a"].seconds) == runs
 
 
 def test_command_writes_tables_and_pictures(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(layers, "GROUP", 64)
     monkeypatch.setattr(torch_setup, "missing", lambda: "torch")
     monkeypatch.setattr(shapes, "growth_shapes", lambda quick: {"tokens": [SHAPE]})
-    arguments = "--quick --dtypes float32 --passes forward --growth --output".split()
-    assert moe_layer.main([*arguments, str(tmp_path)]) == 0
+    # Not in this process, which has other tests to run.
+    monkeypatch.setattr(moe_layer, "keep_freed_memory", lambda: True)
+    arguments = "--quick --dtypes float32 --passes forward --growth --without sorted --output"
+    assert moe_layer.main([*arguments.split(), str(tmp_path)]) == 0
+    record = json.loads((tmp_path / "machine.json").read_text(encoding="utf-8"))
+    assert record["freed_memory_is_kept"]
     assert "not installed: torch" in capsys.readouterr().err
     with (tmp_path / "moe_layer.csv").open(encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
     assert {row["routing"] for row in rows} == set(shapes.ROUTINGS)
+    contenders = {row["contender"] for row in rows}
+    assert "dropless" in contenders and not any("sorted" in name for name in contenders)
     assert all(row["skipped"] == "" and row["runs"] == "2" for row in rows)
     for row in rows:
         assert float(row["q1_ms"]) <= float(row["median_ms"]) <= float(row["q3_ms"])

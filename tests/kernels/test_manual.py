@@ -75,7 +75,7 @@ def test_numbers_of_the_tpu_kernels():
     from moe_jax.kernels.pallas_tpu.backend import interpreted
 
     def layer(x, router, experts, *, backend):
-        """As ``dispatch.moe`` does it, on a backend that is interpreted."""
+        """As ``dispatch.moe`` does it, on a backend that is interpreted; the router is XLA's."""
         routing, position, _ = fused_router(x @ router, 2, renormalize=True)
         return dropless.dropless_moe(
             x,

@@ -8,7 +8,7 @@ from jax.test_util import check_grads
 
 from moe_jax.dispatch import moe, positions
 from moe_jax.kernels import fused_router
-from moe_jax.routing import expert_counts, softmax_top_k
+from moe_jax.routing import ConstantGateWarning, expert_counts, softmax_top_k
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -70,3 +70,9 @@ def test_bad_input():
         fused_router(jnp.zeros((2, 3)), 4)
     with pytest.raises(ValueError, match="backend: got 'x'"):
         fused_router(jnp.zeros((2, 3)), 1, backend="x")
+
+
+def test_a_constant_gate_is_told():
+    with pytest.warns(ConstantGateWarning, match="k=1"):
+        routing, _, _ = fused_router(jnp.ones((3, 4)), 1, renormalize=True)
+    np.testing.assert_array_equal(routing.gate, 1.0)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from jax.test_util import check_grads
 
-from moe_jax.kernels import grouped_matmul
+from moe_jax.kernels import grouped_matmul, xla_cpu
 from moe_jax.kernels.xla_cpu import tile_sizes
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -137,3 +137,20 @@ def test_a_nan_stays_in_its_group():
         jnp.ones((2, 4, 3))
     )
     assert np.isfinite(gradient[0]).all() and np.isnan(gradient[1]).all()
+
+
+def test_weight_gradients_of_rows_of_whole_pages(monkeypatch):
+    monkeypatch.setattr(xla_cpu, "_SLOW_ON_PAGES", True)
+    rng = np.random.default_rng(0)
+    lhs = jnp.asarray(rng.normal(size=(2, 40, 6)), jnp.float32)
+    rhs = jnp.asarray(rng.normal(size=(2, 3, 6, 1024)), jnp.float32)
+    sizes = jnp.array([[7, 0, 30], [1, 39, 0]])
+
+    def gradient(lhs, rhs, sizes):
+        return jax.grad(lambda w: jnp.sum(jnp.sin(grouped_matmul(lhs, w, sizes))))(rhs)
+
+    for got in (jax.vmap(gradient)(lhs, rhs, sizes), jnp.stack([*map(gradient, lhs, rhs, sizes)])):
+        for i in range(2):
+            cotangent = jnp.cos(grouped_matmul(lhs[i], rhs[i], sizes[i]))
+            _, _, want = slow_grouped_matmul(lhs[i], rhs[i], [*map(int, sizes[i])], cotangent)
+            np.testing.assert_allclose(got[i], want, atol=2e-5, rtol=1e-5)

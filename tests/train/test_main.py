@@ -32,7 +32,7 @@ REFUSED = [
     ("--config.moe.implementation=fast", "moe.implementation: got fast; allowed: dropless, sorted"),
     ("--config.moe.backend=fast", "config.moe.backend: got fast; allowed: xla_cpu, pallas_tpu"),
     (
-        "--config.moe.backend=pallas_tpu",
+        "--config.moe.backend=pallas_tpu --config.moe.implementation=dropless",
         "config.moe.backend: got 'pallas_tpu', which is made for tpu, this is cpu",
     ),
     ("--config.moe.priority=last", "moe.priority: got last; allowed: arrival, first_choice, gate"),

@@ -51,7 +51,15 @@ def command(name, workdir, cache, **others):
     return ["--config", f"{DEMO}:moe", "--workdir", str(workdir), *overrides]
 
 
-@pytest.mark.parametrize("name", sorted(ROUTERS))
+# One of every kind of state and choice: nothing carried, a schedule, a bias, an adaptive gate,
+# token ids, a mixture.
+KINDS = ("softmax_top_k", "scheduled_top_k", "sigmoid_top_k", "smooth_top_k", "hash", "soft_moe")
+EVERY_ROUTER = [
+    pytest.param(name, marks=() if name in KINDS else pytest.mark.sweep) for name in sorted(ROUTERS)
+]
+
+
+@pytest.mark.parametrize("name", EVERY_ROUTER)
 def test_the_demo_trains_and_goes_on_bit_for_bit(
     name, tmp_path, session_dir, arrays_of, rows_of, assert_same_run
 ):
