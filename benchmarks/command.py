@@ -26,6 +26,17 @@ def parser(module: str, doc: str, *, quick: str) -> argparse.ArgumentParser:
     return result
 
 
+def positive(text: str) -> int:
+    """A whole number of 1 or more.
+
+    Raises:
+      argparse.ArgumentTypeError: it is not.
+    """
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"got {text!r}; allowed: whole numbers >= 1")
+    return int(text)
+
+
 def chosen(text: str, allowed) -> list[str]:
     """The names in "A,B".
 

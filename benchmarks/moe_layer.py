@@ -92,7 +92,7 @@ tokens go elsewhere). IQR: interquartile range of the milliseconds."""
 
 
 def _parse(arguments):
-    parser = command.parser(MODULE, __doc__, quick="a tiny layer, to see that all runs")
+    parser = command.parser(MODULE, __doc__, quick="a tiny layer, 2 rounds, to see that all runs")
     on_cpu = jax.default_backend() == "cpu"
     table = shapes.CPU_SHAPES if on_cpu else shapes.ACCELERATOR_SHAPES
     dtypes = ("float32", "bfloat16") if on_cpu else ("bfloat16",)
@@ -103,7 +103,9 @@ def _parse(arguments):
     listed("--dtypes", dtypes, "of tokens and experts")
     listed("--routings", shapes.ROUTINGS, "skewed: one expert is half of the first choices")
     listed("--passes", passes, "backward: gradient in tokens, router and all experts")
-    parser.add_argument("--rounds", type=int, default=15, help="of all contenders (default: 15)")
+    parser.add_argument(
+        "--rounds", type=command.positive, default=15, help="of all contenders (default: 15)"
+    )
     parser.add_argument(
         "--budget",
         type=float,
@@ -190,6 +192,10 @@ def _measure(shape, inputs, dtype, routing, which, options, with_peers) -> list[
 
 def _without(words, contenders):
     """Those whose names have none of the words, and the dense layers they are compared with."""
+    for word in words:
+        if not any(word in contender.name for contender in contenders):
+            allowed = ", ".join(contender.name for contender in contenders)
+            raise SystemExit(f"error: --without: got {word!r}; allowed: parts of {allowed}")
     left = [c for c in contenders if not any(word in c.name for word in words)]
     names = {layers.DENSE} | {name for c in left for name in (c.name, c.own_dense)}
     return [contender for contender in contenders if contender.name in names]

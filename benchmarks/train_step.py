@@ -77,9 +77,15 @@ _LEGEND = """
 
 
 def _parse(arguments):
-    parser = command.parser(MODULE, __doc__, quick="a tiny model, to see that all runs")
-    parser.add_argument("--rounds", type=int, default=10, help="of all contenders (default: 10)")
-    parser.add_argument("--steps", type=int, default=10, help="a contender's turn (default: 10)")
+    parser = command.parser(
+        MODULE, __doc__, quick="a tiny model, 2 rounds of 2 steps, to see that all runs"
+    )
+    parser.add_argument(
+        "--rounds", type=command.positive, default=10, help="of all contenders (default: 10)"
+    )
+    parser.add_argument(
+        "--steps", type=command.positive, default=10, help="a contender's turn (default: 10)"
+    )
     parser.add_argument(
         "--profile", action="store_true", help="instead: where the time of our own step goes"
     )

@@ -160,7 +160,7 @@ FIELDS: dict[str, Field] = {
     "moe.backend": Field(
         None,
         str,
-        "who computes the experts; None: the best for the device",
+        "who computes, where tokens choose, for dropless and sorted; None: the best there is",
         f"{', '.join(BACKENDS)}, or None",
         lambda v: v in BACKENDS,
         optional=True,

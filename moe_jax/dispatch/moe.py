@@ -60,7 +60,8 @@ def moe(
         ``moe_jax.kernels.fused_router``; ``priority`` then says nothing. They must be those of
         exactly this ``expert``, which is not checked.
       backend: a name of ``moe_jax.kernels.BACKENDS``, who computes; None: the best for the device,
-        which ``moe_jax.kernels.explain`` names.
+        which ``moe_jax.kernels.explain`` names. Dropless has it do everything, sorted the moves of
+        rows; einsum and choices that are not a TokenChoice are XLA's, whatever is named here.
 
     Returns:
       y float[T, d] of x's dtype, 0 for tokens without an expert, and the drop counts i32[E]: the

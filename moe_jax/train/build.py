@@ -11,7 +11,7 @@ from moe_jax.config import ConfigError
 from moe_jax.kernels import explain
 from moe_jax.layers import Mlp, MoE
 from moe_jax.models.language_model import LanguageModel
-from moe_jax.routing import Router, make_router
+from moe_jax.routing import Router, TokenChoice, make_router
 from moe_jax.train.optimizer import learning_rate_schedule, make_optimizer
 from moe_jax.train.state import TrainState, initial_state
 from moe_jax.train.step import AuxiliaryWeights
@@ -66,18 +66,20 @@ def make_model(config: ConfigDict, vocab_size: int) -> LanguageModel:
 
 
 def explain_backend(config: ConfigDict) -> str:
-    """Who computes the experts of a single-run config on this machine, in a line.
+    """Who computes the experts of a single-run config with experts on this machine, in a line.
 
     Raises:
       ConfigError: the backend that the config names cannot.
     """
-    if config.moe.implementation == "einsum":
-        return "kernels: none, the experts are einsums"
+    method, implementation = make_method(config), config.moe.implementation
+    if method.choice_type is not TokenChoice or implementation == "einsum":
+        return "kernels: none, all products are XLA's"
     widths = (config.model.width, config.moe.expert_width)
     try:
-        return explain(config.model.dtype, widths, config.moe.backend).splitlines()[0]
+        line = explain(config.model.dtype, widths, config.moe.backend).splitlines()[0]
     except ValueError as error:
         raise ConfigError(f"config.moe.{error}") from None
+    return line if implementation == "dropless" else f"{line}; for the rows, the products are XLA's"
 
 
 def make_method(config: ConfigDict) -> Router | None:

@@ -197,6 +197,27 @@ def test_command_writes_tables_and_pictures(tmp_path, capsys, monkeypatch):
         assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ("--rounds 0", "argument --rounds: got '0'; allowed: whole numbers >= 1"),
+        ("--shapes a,x", "argument --shapes: got 'x'; allowed: a, b, c, d"),
+        ("--dtypes int8", "argument --dtypes: got 'int8'; allowed: float32, bfloat16"),
+    ],
+)
+def test_a_mistake_is_refused(capsys, arguments, message):
+    with pytest.raises(SystemExit):
+        moe_layer.main(arguments.split())
+    assert message in capsys.readouterr().err
+
+
+def test_leaving_out_what_is_not_there_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch_setup, "missing", lambda: "torch")
+    monkeypatch.setattr(moe_layer, "keep_freed_memory", lambda: True)
+    with pytest.raises(SystemExit, match="--without: got 'eagre'; allowed: parts of dense"):
+        moe_layer.main(["--quick", "--without", "eagre", "--output", str(tmp_path)])
+
+
 def test_help_shows_an_example(capsys):
     with pytest.raises(SystemExit):
         moe_layer.main(["--help"])

@@ -9,12 +9,24 @@ from moe_jax.train.build import explain_backend
     [
         ({}, "kernels: xla_cpu on cpu for float32, widths (128, 512)"),
         ({"backend": "reference"}, "kernels: reference on cpu for float32, widths (128, 512)"),
-        ({"implementation": "einsum"}, "kernels: none, the experts are einsums"),
+        ({"implementation": "einsum"}, "kernels: none, all products are XLA's"),
+        (
+            {"implementation": "sorted"},
+            "kernels: xla_cpu on cpu for float32, widths (128, 512); for the rows, the products are"
+            " XLA's",
+        ),
     ],
 )
 def test_who_computes_is_a_line(overrides, line):
     config = base_config()
     config.moe.update(overrides)
+    assert explain_backend(resolve_runs(config)[""]) == line
+
+
+def test_experts_that_choose_ask_no_backend():
+    config = base_config()
+    config.router, config.moe.allow_future_leak = "expert_choice", True
+    line = "kernels: none, all products are XLA's"
     assert explain_backend(resolve_runs(config)[""]) == line
 
 
