@@ -48,11 +48,8 @@ def measure_growth(
 def _measure(series, shape, rounds, without):
     timed = layers.Timed("float32", backward=True)
     inputs = shapes.make_inputs(shape, "uniform")
-    contenders = [
-        c
-        for c in layers.contenders(shape, inputs, timed)
-        if not c.swiglu and not any(word in c.name for word in without)
-    ]
+    contenders = [c for c in layers.contenders(shape, inputs, timed) if not c.swiglu]
+    contenders = layers.without(without, contenders)
     results = timing.interleave(contenders, rounds=rounds, budget=20, label=f"growth {shape.name}")
     rows = []
     for name, result in results.items():

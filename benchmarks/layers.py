@@ -6,7 +6,7 @@ Axis legend: T tokens, d width, f expert width, E experts, k choices, R = T*k ro
 import functools
 import importlib.util
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -79,6 +79,13 @@ def contenders(shape: Shape, inputs: Inputs, timed: Timed) -> list[Contender]:
         tokamax = functools.partial(ragged_dot_layer, k=shape.k)
         add("tokamax.ragged_dot", tokamax, arrays.gelu, same_as=DROPLESS)
     return found
+
+
+def without(words: Sequence[str], contenders: Sequence[Contender]) -> list[Contender]:
+    """Those whose names have none of the words, and the dense layers they are compared with."""
+    left = [c for c in contenders if not any(word in c.name for word in words)]
+    names = {DENSE} | {name for c in left for name in (c.name, c.own_dense)}
+    return [contender for contender in contenders if contender.name in names]
 
 
 def route(x: jax.Array, router: jax.Array, k: int, method=softmax_top_k):

@@ -168,7 +168,8 @@ def _measure(shape, inputs, dtype, routing, which, options, with_peers) -> list[
     contenders = layers.contenders(shape, inputs, timed)
     if with_peers:
         contenders += peers.contenders(shape, inputs, timed)
-    contenders = _without(options.without, contenders)
+    _check_without(options.without, contenders)
+    contenders = layers.without(options.without, contenders)
     results = timing.interleave(
         contenders,
         rounds=options.rounds,
@@ -190,15 +191,11 @@ def _measure(shape, inputs, dtype, routing, which, options, with_peers) -> list[
     return [case | _row(contender, shape, timed, results) for contender in contenders]
 
 
-def _without(words, contenders):
-    """Those whose names have none of the words, and the dense layers they are compared with."""
+def _check_without(words, contenders):
     for word in words:
         if not any(word in contender.name for contender in contenders):
             allowed = ", ".join(contender.name for contender in contenders)
             raise SystemExit(f"error: --without: got {word!r}; allowed: parts of {allowed}")
-    left = [c for c in contenders if not any(word in c.name for word in words)]
-    names = {layers.DENSE} | {name for c in left for name in (c.name, c.own_dense)}
-    return [contender for contender in contenders if contender.name in names]
 
 
 def _row(contender, shape, timed, results):

@@ -114,7 +114,9 @@ def forward(rows, scale, experts, group_sizes, activation, *, save):
     wide = _zeros(rows, (rows.shape[0], experts["w_in"].shape[2]))
     buffers = (rows, *([wide] * (1 + glu) if save else []))
     out, *saved = _for_each_tile(group_sizes, num_rows, tile, tile, buffers)
-    return out, (*saved, *[None] * (2 - len(saved))) if save else None
+    if not save:
+        return out, None
+    return out, (saved[0], saved[1] if glu else None)
 
 
 def backward(rows, scale, experts, group_sizes, activation, saved, cotangent):
