@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from absl import flags
 from ml_collections import ConfigDict, config_dict, config_flags
 
-from moe_jax.dispatch import IMPLEMENTATIONS, PRIORITIES
+from moe_jax.dispatch import CAPACITY_SCOPES, EXCHANGES, IMPLEMENTATIONS, PRIORITIES
 from moe_jax.kernels import BACKENDS
 from moe_jax.routing import (
     ConstantGateWarning,
@@ -156,6 +156,12 @@ FIELDS: dict[str, Field] = {
     "moe.capacity_factor": _positive(
         None, "expert capacity over its fair share; None: no token is dropped", optional=True
     ),
+    "moe.capacity_scope": _one_of(
+        "batch",
+        CAPACITY_SCOPES,
+        "whose tokens compete for an expert's capacity, where tokens choose: those of the batch, or"
+        " of each device's part of it, which makes numbers depend on the mesh",
+    ),
     "moe.priority": _one_of("arrival", PRIORITIES, "who is kept when an expert is full"),
     "moe.backend": Field(
         None,
@@ -163,6 +169,14 @@ FIELDS: dict[str, Field] = {
         "who computes, where tokens choose, for dropless and sorted; None: the best there is",
         f"{', '.join(BACKENDS)}, or None",
         lambda v: v in BACKENDS,
+        optional=True,
+    ),
+    "moe.exchange": Field(
+        None,
+        str,
+        "how rows travel to the devices of their experts; None: the best for the devices",
+        f"{', '.join(EXCHANGES)}, or None",
+        lambda v: v in EXCHANGES,
         optional=True,
     ),
     "moe.input_jitter": _rate(
@@ -189,6 +203,20 @@ FIELDS: dict[str, Field] = {
     "losses.z": _non_negative(
         None, "weight of the router z-loss; None: the router's own default", optional=True
     ),
+    "mesh.data": Field(
+        None,
+        int,
+        "copies of the model, each with a part of the batch; None: all the devices there are",
+        "whole numbers >= 1, or None",
+        lambda v: v >= 1,
+        optional=True,
+    ),
+    "mesh.fsdp": _whole(1, 1, "devices that share every matrix of a copy, and the batch"),
+    "mesh.expert": _whole(1, 1, "devices that share the experts, and the batch"),
+    "mesh.tensor": _whole(1, 1, "devices that share heads, hidden units and vocabulary"),
+    "mesh.expert_nodes": _whole(
+        1, 1, "nodes that the devices of mesh.expert are; 2 or more: their exchange has two hops"
+    ),
     "optimizer.learning_rate": _positive(1e-3, "highest learning rate, after the warmup"),
     "optimizer.warmup_steps": _whole(30, 0, "steps of linear warmup"),
     "optimizer.final_fraction": _share(0.1, "last learning rate over the highest (cosine)"),
@@ -200,6 +228,7 @@ FIELDS: dict[str, Field] = {
 }
 
 _VARIANT_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
+_OF_A_MACHINE = re.compile(r"data\.cache_dir$|mesh\.|moe\.exchange$")
 # What a workdir holds beside its runs.
 _RESERVED_NAMES = ("checkpoints", "tensorboard", "pictures")
 
@@ -297,10 +326,10 @@ def config_from_json(text: str) -> ConfigDict:
 def differences(old: ConfigDict, new: ConfigDict) -> list[str]:
     """The fields in which two single-run configs differ, each as "key: old -> new".
 
-    ``data.cache_dir`` is left out: it is a place on a machine and changes no number.
+    ``data.cache_dir`` and the mesh are left out: what is of a machine changes no number.
     """
     before, after = _flatten(_plain(old)), _flatten(_plain(new))
-    keys = [key for key in before | after if key != "data.cache_dir"]
+    keys = [key for key in before | after if not _OF_A_MACHINE.match(key)]
     absent = object()
     return [
         f"{key}: {_shown(before.get(key, '(none)'))} -> {_shown(after.get(key, '(none)'))}"

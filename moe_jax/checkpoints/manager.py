@@ -84,15 +84,12 @@ class Checkpoints:
             if error is None:  # else it is the consequence of the first error
                 raise
 
-    def save(
-        self, step: int, trees: dict[str, Any], batches, *, cross_entropy: float | None = None
-    ) -> None:
+    def save(self, step: int, trees: dict[str, Any], *, cross_entropy: float | None = None) -> None:
         """Starts to save the checkpoint of ``step``, after waiting for the one before.
 
         Args:
           step: larger than any saved one.
           trees: named pytrees of arrays.
-          batches: the grain iterator; saved at its present position.
           cross_entropy: of the validation at this step, if there was one.
 
         Raises:
@@ -100,7 +97,6 @@ class Checkpoints:
           CheckpointError: this one could not be started, or the one before not be written.
         """
         import orbax.checkpoint as ocp
-        from grain.checkpoint import CheckpointSave
 
         if not bool(_all_finite(trees)):
             raise FloatingPointError(f"the state after step {step} has NaN or infinite numbers")
@@ -111,33 +107,31 @@ class Checkpoints:
         try:
             self._manager.save(
                 step,
-                args=ocp.args.Composite(**items, batches=CheckpointSave(batches)),
+                args=ocp.args.Composite(**items),
                 metrics=metrics,
                 force=True,  # it is the caller who decides when
             )
         except Exception as error:
             raise self._not_written(error) from error
 
-    def restore(self, step: int, like: dict[str, Any], batches) -> dict[str, Any]:
-        """The trees of a saved step; ``batches`` is set to its position in the data.
+    def restore(self, step: int, like: dict[str, Any]) -> dict[str, Any]:
+        """The trees of a saved step.
 
         Args:
           step: one of ``saved_steps``.
-          like: the trees with ``jax.ShapeDtypeStruct`` (or arrays) as leaves.
-          batches: a grain iterator over the same data.
+          like: the trees with ``jax.ShapeDtypeStruct`` (or arrays) as leaves. Each array is put
+            where the sharding of its leaf says, wherever it was when it was saved.
 
         Raises:
           CheckpointError: the checkpoint is damaged, or does not fit ``like``.
         """
         import orbax.checkpoint as ocp
-        from grain.checkpoint import CheckpointRestore
 
         check_checkpoint(self._directory, step)
         for name, tree in like.items():
             _check_fit(self._directory / str(step), name, tree)
         items = {name: ocp.args.StandardRestore(_on_device(tree)) for name, tree in like.items()}
-        args = ocp.args.Composite(**items, batches=CheckpointRestore(batches))
-        restored = self._manager.restore(step, args=args)
+        restored = self._manager.restore(step, args=ocp.args.Composite(**items))
         return {name: restored[name] for name in like}
 
     def wait(self) -> None:

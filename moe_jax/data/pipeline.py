@@ -10,7 +10,7 @@ Axes: B windows in a batch, L sequence length.
 import hashlib
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -69,26 +69,26 @@ def train_batches(
     sequence_length: int,
     batch_size: int,
     seed: int,
-    process_index: int = 0,
-    process_count: int = 1,
-) -> grain.DatasetIterator:
+    start: int = 0,
+    rows: Sequence[int] | None = None,
+) -> Iterator[dict[str, np.ndarray]]:
     """Endless batches of windows, in another order every epoch.
 
-    The iterator can be saved and restored with ``grain.checkpoint``; it then goes on with the very
-    batches it would have returned. Within an epoch no two processes see the same window. The last
-    tokens, fewer than a window, are left out, and in each epoch so are up to process_count - 1
-    windows (others each time) so that all processes have equally many.
+    The order is one of the whole run: which windows make batch number n depends on the seed and the
+    batch size alone. A run that goes on from batch ``start``, on however many processes each of
+    which reads some ``rows`` of every batch, sees what an undisturbed run on one process sees.
+    The last tokens, fewer than a window, are left out; a batch may reach into the next epoch.
 
     Args:
       split: tokens to cut into windows.
       sequence_length: L, at least 1.
-      batch_size: B, windows per process and batch.
+      batch_size: B, windows per batch, over all processes.
       seed: 0 to 2**32 - 1, of the order of the windows.
-      process_index: which part of each epoch is this process's.
-      process_count: how many processes share the windows.
+      start: number of the first batch.
+      rows: which windows of every batch this process reads, each in 0..B-1; None: all.
 
     Returns:
-      An iterator of ``{"tokens": i32[B, L+1]}``.
+      An iterator of ``{"tokens": i32[len(rows), L+1]}``. It reads ahead in threads.
 
     Raises:
       ValueError: an argument that is not allowed, or too few tokens for one batch.
@@ -96,27 +96,21 @@ def train_batches(
     _check_sizes(sequence_length, batch_size)
     if not 0 <= seed < 2**32:
         raise ValueError(f"seed: got {seed}; allowed: 0 to {2**32 - 1}")
-    if process_count < 1 or not 0 <= process_index < process_count:
-        raise ValueError(
-            f"process_index: got {process_index} of {process_count} processes; "
-            "allowed: 0 to process_count - 1"
-        )
+    if start < 0:
+        raise ValueError(f"start: got {start}; allowed: 0 or more")
+    rows = range(batch_size) if rows is None else list(rows)
+    if not all(0 <= row < batch_size for row in rows):
+        raise ValueError(f"rows: got {list(rows)}; allowed: 0..{batch_size - 1}")
     windows = _Windows(split.tokens, sequence_length)
-    needed = batch_size * process_count
-    if len(windows) < needed:
+    if len(windows) < batch_size:
         raise ValueError(
-            f"batch_size: got {batch_size} for {process_count} process(es), which takes "
-            f"{needed * sequence_length + 1} tokens; the split has {len(split.tokens)}, enough for "
-            f"{len(windows)} windows of sequence_length {sequence_length}"
+            f"batch_size: got {batch_size}, which takes {batch_size * sequence_length + 1} tokens;"
+            f" the split has {len(split.tokens)}, enough for {len(windows)} windows of"
+            f" sequence_length {sequence_length}"
         )
-    shared = len(windows) - len(windows) % process_count
+    ordered = grain.MapDataset.source(windows).seed(seed).shuffle().repeat()
     return iter(
-        grain.MapDataset.source(windows)
-        .seed(seed)
-        .shuffle()[process_index:shared:process_count]
-        .repeat()
-        # There is no remainder; without the flag, grain's count of batches overflows for B = 1.
-        .batch(batch_size, drop_remainder=True)
+        grain.MapDataset.source(_Batches(ordered, batch_size, rows, start))
         # The default reads 500 batches ahead with 16 threads: memory for nothing, as a batch is
         # a copy of a few rows.
         .to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=8))
@@ -173,6 +167,24 @@ class _Windows:
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
         start = index * self._length
         return {"tokens": self._flat[start : start + self._length + 1].astype(np.int32)}
+
+
+class _Batches:
+    """Some rows of every batch of an endless data set, as a source for grain."""
+
+    def __init__(self, windows: grain.MapDataset, batch_size: int, rows: Sequence[int], start: int):
+        self._windows = windows
+        self._batch_size = batch_size
+        self._rows = rows
+        self._start = start
+
+    def __len__(self) -> int:
+        return len(self._windows) // self._batch_size - self._start
+
+    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
+        first = (self._start + index) * self._batch_size
+        windows = [self._windows[first + row]["tokens"] for row in self._rows]
+        return {"tokens": np.stack(windows)}
 
 
 def _check_sizes(sequence_length: int, batch_size: int) -> None:

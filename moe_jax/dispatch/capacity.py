@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from moe_jax.kernels.xla_rows import rank_in_expert
+from moe_jax.routing import expert_counts
 
 Priority = Literal["arrival", "first_choice", "gate"]
 PRIORITIES: tuple[str, ...] = get_args(Priority)
@@ -81,3 +82,22 @@ def positions(
         by_gate = positions(expert[order], num_experts, priority="first_choice")
         rank = jnp.zeros_like(by_gate).at[order].set(by_gate, unique_indices=True)
     return jnp.where(expert < num_experts, rank, expert.size).astype(jnp.int32)
+
+
+def drop_over_capacity(
+    expert: jax.Array,
+    gate: jax.Array,
+    position: jax.Array,
+    num_experts: int,
+    capacity: int | None,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Empties the slots whose position is past the capacity; None: nobody's is.
+
+    Returns:
+      expert i32[T, K] and gate f32[T, K] of the slots that are left, and i32[E], the drop counts.
+    """
+    if capacity is None:
+        return expert, gate, jnp.zeros(num_experts, jnp.int32)
+    over = (position >= capacity) & (expert < num_experts)
+    dropped = expert_counts(jnp.where(over, expert, num_experts), num_experts)
+    return jnp.where(over, num_experts, expert), jnp.where(over, 0.0, gate), dropped

@@ -3,21 +3,23 @@
 Axis legend: T tokens, K slots per token, E experts, C capacity, d width, f expert width.
 """
 
+import functools
 from typing import Literal, get_args
 
 import jax
 import jax.numpy as jnp
 
-from moe_jax.dispatch.capacity import PRIORITIES, Priority, positions
+from moe_jax.dispatch.capacity import PRIORITIES, Priority, drop_over_capacity, positions
 from moe_jax.dispatch.dropless import dropless_moe
 from moe_jax.dispatch.einsum import einsum_moe
+from moe_jax.dispatch.expert_parallel import ExpertParallel, expert_parallel_moe
 from moe_jax.dispatch.expert_rows import expert_choice_moe, merged_moe, soft_moe
 from moe_jax.dispatch.feed_forward import Activation, activation_function, check_experts
 from moe_jax.dispatch.sorted import sorted_moe
 from moe_jax.kernels import select
 from moe_jax.kernels.api import check_name
 from moe_jax.kernels.backend import check_index
-from moe_jax.routing import Choice, ExpertChoice, ExpertMerge, SoftChoice, expert_counts
+from moe_jax.routing import Choice, ExpertChoice, ExpertMerge, SoftChoice
 
 Implementation = Literal["dropless", "sorted", "einsum"]
 IMPLEMENTATIONS: tuple[str, ...] = get_args(Implementation)
@@ -34,6 +36,7 @@ def moe(
     activation: Activation = "gelu",
     position: jax.Array | None = None,
     backend: str | None = None,
+    parallel: ExpertParallel | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Sum over each token's experts of gate times that expert's output.
 
@@ -62,6 +65,9 @@ def moe(
       backend: a name of ``moe_jax.kernels.BACKENDS``, who computes; None: the best for the device,
         which ``moe_jax.kernels.explain`` names. Dropless has it do everything, sorted the moves of
         rows; einsum and choices that are not a TokenChoice are XLA's, whatever is named here.
+      parallel: how tokens and experts are spread over the mesh of ``jax.set_mesh``. None: they are
+        not, or XLA finds out, which it must for einsum and for choices that are not a TokenChoice,
+        whatever is said here. With capacity_scope "shard" the capacity is that of a shard.
 
     Returns:
       y float[T, d] of x's dtype, 0 for tokens without an expert, and the drop counts i32[E]: the
@@ -90,27 +96,39 @@ def moe(
         return y, jnp.zeros(num_experts, jnp.int32)
     expert, gate = _integers("routing.expert", routing.expert), jnp.asarray(routing.gate)
     check_index(expert.size, "assignments T*K")
-    if position is None:
-        position = positions(expert, num_experts, priority=priority, gate=gate)
+    select_backend = functools.partial(select, _dtype(x, experts), experts["w_in"].shape[1:])
+    if implementation == "einsum":
+        parallel, backend = None, select_backend(None)  # XLA's on every device
     else:
-        position = _integers("position", position)
-        if position.shape != expert.shape:
-            raise ValueError(f"position: got shape {position.shape}; allowed: {expert.shape}")
-    expert, gate, dropped = _drop(expert, gate, position, num_experts, capacity)
-    compute = {"dropless": dropless_moe, "sorted": sorted_moe, "einsum": einsum_moe}
-    # Einsums are XLA's on every device.
-    backend = None if implementation == "einsum" else backend
-    y = compute[implementation](
-        x,
-        expert,
-        gate,
-        position,
-        experts,
-        capacity=x.shape[0] if capacity is None else min(int(capacity), x.shape[0]),
-        activation=activation,
-        backend=select(_dtype(x, experts), experts["w_in"].shape[1:], backend),
-    )
+        backend = select_backend(backend)
+    options = dict(activation=activation, backend=backend)
+    compute = {"dropless": dropless_moe, "sorted": sorted_moe, "einsum": einsum_moe}[implementation]
+    if parallel is not None:
+        return expert_parallel_moe(
+            x,
+            expert,
+            gate,
+            experts,
+            parallel=parallel,
+            compute=compute,
+            capacity=None if capacity is None else int(capacity),
+            priority=priority,
+            **options,
+        )
+    position = _position(position, expert, gate, num_experts, priority)
+    expert, gate, dropped = drop_over_capacity(expert, gate, position, num_experts, capacity)
+    most = x.shape[0] if capacity is None else min(int(capacity), x.shape[0])
+    y = compute(x, expert, gate, position, experts, capacity=most, **options)
     return y.astype(x.dtype), dropped
+
+
+def _position(position, expert, gate, num_experts, priority):
+    if position is None:
+        return positions(expert, num_experts, priority=priority, gate=gate)
+    position = _integers("position", position)
+    if position.shape != expert.shape:
+        raise ValueError(f"position: got shape {position.shape}; allowed: {expert.shape}")
+    return position
 
 
 def _check_capacity(capacity):
@@ -158,12 +176,3 @@ def _check(x, routing, experts):
 def _dtype(x, experts):
     """What the products are computed in, before they are accumulated in float32."""
     return jnp.result_type(x, *experts.values())
-
-
-def _drop(expert, gate, position, num_experts, capacity):
-    """Empties the slots whose position is past the capacity; counts them per expert."""
-    if capacity is None:
-        return expert, gate, jnp.zeros(num_experts, jnp.int32)
-    over = (position >= capacity) & (expert < num_experts)
-    dropped = expert_counts(jnp.where(over, expert, num_experts), num_experts)
-    return jnp.where(over, num_experts, expert), jnp.where(over, 0.0, gate), dropped

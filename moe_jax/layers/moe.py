@@ -53,8 +53,10 @@ class MoE(nn.Module):
         derivative exists; the others have one, in reverse mode. The router's kernel is chosen for
         the device, whatever the backend of the experts.
       capacity_factor: the capacity is ``moe_jax.dispatch.capacity`` of this factor and T. The scope
-        is the batch: T is every token of the call, invalid ones too, though they take no room.
+        is the batch: T is every token of the call, invalid ones too, though they take no room. With
+        ``parallel`` of capacity_scope "shard" it is the tokens of one shard, where tokens choose.
         None: nobody is dropped; where experts choose, 1. Methods without assignments have none.
+      parallel: as ``moe_jax.dispatch.moe`` takes it. None: one device, or XLA finds out.
       input_jitter, expert_dropout: of the router, in training, see ``Router``.
       dropout: rate on the output.
       dtype: compute dtype of the experts. The router is float32, so are the parameters.
@@ -71,6 +73,7 @@ class MoE(nn.Module):
     capacity_factor: float | None = None
     priority: Priority = "arrival"
     backend: str | None = None
+    parallel: dispatch.ExpertParallel | None = None
     input_jitter: float = 0.0
     expert_dropout: float = 0.0
     dropout: float = 0.0
@@ -118,11 +121,12 @@ class MoE(nn.Module):
             routed.choice,
             experts(x.shape[-1]),
             implementation=self.implementation,
-            capacity=self._capacity(len(tokens)) if chosen_by_token else None,
+            capacity=self._capacity_of_tokens(len(tokens)) if chosen_by_token else None,
             priority=self.priority,
             activation=self.activation,
             position=position if self.priority == "arrival" else None,
             backend=self.backend,
+            parallel=self.parallel,
         )
         y = y.reshape(x.shape)
         if self.num_shared_experts:
@@ -141,7 +145,8 @@ class MoE(nn.Module):
             self.num_experts,
             input_jitter=self.input_jitter,
             expert_dropout=self.expert_dropout,
-            fused=self.implementation != "einsum",
+            # Over a mesh, positions are counted where the tokens are.
+            fused=self.implementation != "einsum" and self.parallel is None,
             name="router",
         )
         return router(
@@ -169,6 +174,12 @@ class MoE(nn.Module):
             raise ValueError(
                 f"MoE.capacity_factor: got {self.capacity_factor}; allowed: None with {name}"
             )
+
+    def _capacity_of_tokens(self, num_tokens: int) -> int | None:
+        """Of the scope in which tokens compete for an expert."""
+        if self.parallel is None or self.parallel.capacity_scope == "batch":
+            return self._capacity(num_tokens)
+        return self._capacity(-(-num_tokens // self.parallel.num_shards()))
 
     def _capacity(self, num_tokens: int) -> int | None:
         if self.capacity_factor is None:

@@ -4,17 +4,29 @@ Axes: B batch, S sequence, d width, V vocabulary, T = B*S tokens, L_moe blocks w
 """
 
 import functools
+import math
 from collections.abc import Callable
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
 from moe_jax.layers.attention import CausalSelfAttention
 from moe_jax.layers.moe import RoutingInfo
 
 _float32_dot = functools.partial(jax.lax.dot_general, preferred_element_type=jnp.float32)
+
+
+def _spread(x, batch_axes):
+    """x [B, ...] with B over the mesh axes, where they divide it."""
+    if not batch_axes:
+        return x
+    shape = jax.sharding.get_abstract_mesh().shape
+    if x.shape[0] % math.prod(shape[axis] for axis in batch_axes):
+        return x
+    return jax.lax.with_sharding_constraint(x, PartitionSpec(batch_axes))
 
 
 class Block(nn.Module):
@@ -64,7 +76,7 @@ class Blocks(nn.Module):
 
     Attributes:
       num_blocks: how many.
-      dense, moe, moe_every, num_heads, dropout, remat, dtype: as in LanguageModel.
+      dense, moe, moe_every, num_heads, dropout, remat, dtype, batch_axes: as in LanguageModel.
       prevent_cse: as in ``jax.checkpoint``; not needed where a scan surrounds the blocks.
     """
 
@@ -76,6 +88,7 @@ class Blocks(nn.Module):
     dropout: float
     remat: bool
     dtype: DTypeLike
+    batch_axes: tuple[str, ...] = ()
     prevent_cse: bool = True
 
     @nn.compact
@@ -101,6 +114,7 @@ class Blocks(nn.Module):
                 name=f"block_{i}",
             )
             x, info = block(x, valid, token_ids, deterministic)
+            x = _spread(x, self.batch_axes)
             if with_experts:
                 infos.append(info)
         stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *infos) if infos else None
@@ -127,6 +141,8 @@ class LanguageModel(nn.Module):
       scan_layers: one compiled group of ``moe_every`` blocks in a ``jax.lax.scan``, for compile
         time. The parameters are stacked, see ``models.scan``; dropout draws other masks.
       dtype: compute dtype; parameters, router and logits are float32.
+      batch_axes: mesh axes of ``jax.set_mesh`` that share the batch; what flows from block to block
+        is kept spread over them, so that it is weights that are gathered. (): no mesh.
     """
 
     vocab_size: int
@@ -141,6 +157,7 @@ class LanguageModel(nn.Module):
     remat: bool = False
     scan_layers: bool = False
     dtype: DTypeLike = jnp.float32
+    batch_axes: tuple[str, ...] = ()
 
     @nn.compact
     def __call__(
@@ -167,6 +184,7 @@ class LanguageModel(nn.Module):
         # Its initial variance 1/d gives the tied head logits of variance 1, as an untied one has.
         embed = nn.Embed(self.vocab_size, self.width, dtype=self.dtype, name="tokens")
         x = nn.Dropout(self.dropout)(embed(tokens), deterministic=deterministic)
+        x = _spread(x, self.batch_axes)
         x, info = self._apply_blocks(x, valid, tokens, deterministic)
         x = nn.RMSNorm(dtype=self.dtype, name="final_norm")(x)
         if self.tie_embeddings:
@@ -190,6 +208,7 @@ class LanguageModel(nn.Module):
             dropout=self.dropout,
             remat=self.remat,
             dtype=self.dtype,
+            batch_axes=self.batch_axes,
         )
         if not self.scan_layers:
             blocks = Blocks(self.num_layers, **fields, name="blocks")

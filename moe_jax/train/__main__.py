@@ -10,7 +10,7 @@ import absl.logging
 
 from moe_jax.checkpoints import CheckpointError
 from moe_jax.config import ConfigError, parse_command_line, resolve_runs
-from moe_jax.train.build import explain_backend
+from moe_jax.train.build import explain_backend, make_run_mesh
 from moe_jax.train.log import LogError
 from moe_jax.train.loop import TrainingError, train
 from moe_jax.train.memory import keep_freed_memory
@@ -38,6 +38,7 @@ def main(arguments: Sequence[str]) -> int:
     try:
         config, workdir = parse_command_line(arguments, usage=USAGE)
         for run in resolve_runs(config).values():
+            make_run_mesh(run)
             if run.moe.num_experts and run.moe.backend:
                 explain_backend(run)
         runs = prepare_workdir(workdir, config)

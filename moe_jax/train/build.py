@@ -5,6 +5,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import optax
+from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
 from moe_jax.config import ConfigError
@@ -12,17 +13,25 @@ from moe_jax.kernels import explain
 from moe_jax.layers import Mlp, MoE
 from moe_jax.models.language_model import LanguageModel
 from moe_jax.routing import Router, TokenChoice, make_router
+from moe_jax.sharding import (
+    BATCH_AXES,
+    MeshError,
+    expert_parallel_of,
+    make_mesh,
+    num_batch_shards,
+)
 from moe_jax.train.optimizer import learning_rate_schedule, make_optimizer
 from moe_jax.train.state import TrainState, initial_state
 from moe_jax.train.step import AuxiliaryWeights
 
 
-def make_model(config: ConfigDict, vocab_size: int) -> LanguageModel:
+def make_model(config: ConfigDict, vocab_size: int, mesh: Mesh | None = None) -> LanguageModel:
     """The model of a single-run config (``moe_jax.config.resolve_runs``).
 
     Args:
       config: validated.
       vocab_size: of the tokenizer.
+      mesh: that it is to run on, as ``jax.set_mesh`` says then; None: one device.
     """
     model, moe = config.model, config.moe
     dtype = jnp.dtype(model.dtype)
@@ -45,6 +54,7 @@ def make_model(config: ConfigDict, vocab_size: int) -> LanguageModel:
             capacity_factor=moe.capacity_factor,
             priority=moe.priority,
             backend=moe.backend,
+            parallel=None if mesh is None else _make_parallel(config, mesh),
             input_jitter=moe.input_jitter,
             expert_dropout=moe.expert_dropout,
             **feed_forward,
@@ -62,6 +72,65 @@ def make_model(config: ConfigDict, vocab_size: int) -> LanguageModel:
         remat=model.remat,
         scan_layers=model.scan_layers,
         dtype=dtype,
+        batch_axes=() if mesh is None else BATCH_AXES,
+    )
+
+
+def make_run_mesh(config: ConfigDict) -> Mesh | None:
+    """The mesh of a single-run config on the devices there are; None for one device.
+
+    Raises:
+      ConfigError: the sizes do not fit the devices, the experts or the batch.
+    """
+    sizes = config.mesh
+    try:
+        mesh = make_mesh(data=sizes.data, fsdp=sizes.fsdp, expert=sizes.expert, tensor=sizes.tensor)
+        if mesh.size == 1:
+            return None
+        _check_mesh(config, mesh)
+    except MeshError as error:
+        raise ConfigError(f"config.{error}") from None
+    return mesh
+
+
+def _check_mesh(config, mesh):
+    """Checks what of a run is to be divided by the sizes of the mesh."""
+    shards, optimizer = num_batch_shards(mesh), config.optimizer
+    microbatch = config.data.batch_size // optimizer.accumulate_steps
+    if microbatch % shards:
+        what = "data.batch_size"
+        if optimizer.accumulate_steps > 1:
+            what = "data.batch_size / optimizer.accumulate_steps"
+        raise ConfigError(
+            f"config.{what}: got {microbatch}; allowed with data {mesh.shape['data']} x fsdp"
+            f" {mesh.shape['fsdp']} x expert {mesh.shape['expert']} = {shards} devices that share"
+            f" the batch: multiples of {shards}, or a smaller config.mesh.data"
+        )
+    for axis, name, number in (
+        ("expert", "moe.num_experts", config.moe.num_experts),
+        ("tensor", "model.num_heads", config.model.num_heads),
+    ):
+        if number % mesh.shape[axis]:
+            raise ConfigError(
+                f"config.mesh.{axis}: got {mesh.shape[axis]}; allowed: divisors of {number}"
+                f" (config.{name})"
+            )
+    if config.mesh.expert % config.mesh.expert_nodes:
+        raise ConfigError(
+            f"config.mesh.expert_nodes: got {config.mesh.expert_nodes}; allowed: divisors of"
+            f" {config.mesh.expert} (config.mesh.expert)"
+        )
+
+
+def _make_parallel(config, mesh):
+    device = mesh.devices.flat[0]
+    nodes = config.mesh.expert_nodes
+    # XLA has no ragged exchange on CPU, and does not compile it for a whole pod of v5e.
+    ragged = device.platform != "cpu" and "lite" not in device.device_kind and nodes == 1
+    return expert_parallel_of(
+        exchange=config.moe.exchange or ("ragged" if ragged else "padded"),
+        num_nodes=nodes,
+        capacity_scope=config.moe.capacity_scope,
     )
 
 

@@ -7,13 +7,14 @@ vocabulary.
 import functools
 import itertools
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec
 
 from moe_jax.routing import RoutingStatistics, load_statistics
 from moe_jax.train.metrics import perplexity, routing_scalars
@@ -90,6 +91,7 @@ def evaluate_split(
     batch_size: int,
     token_bytes: np.ndarray,
     max_batches: int = 0,
+    put: Callable[[dict], dict] = lambda batch: batch,
 ) -> Evaluation:
     """Evaluates every token of a ``TextSplit`` once, without dropout.
 
@@ -104,17 +106,23 @@ def evaluate_split(
       sequence_length, batch_size: of the batches.
       token_bytes: int[V], see ``bytes_per_token``.
       max_batches: stop after so many; 0: never.
+      put: brings a batch of the host to the devices.
     """
     from moe_jax.data.pipeline import evaluation_batches
 
     batches = evaluation_batches(split, sequence_length=sequence_length, batch_size=batch_size)
     if max_batches:
         batches = itertools.islice(batches, max_batches)
-    return evaluate_batches(model, variables, batches, token_bytes=token_bytes)
+    return evaluate_batches(model, variables, batches, token_bytes=token_bytes, put=put)
 
 
 def evaluate_batches(
-    model: nn.Module, variables: dict, batches: Iterable[dict], *, token_bytes: np.ndarray
+    model: nn.Module,
+    variables: dict,
+    batches: Iterable[dict],
+    *,
+    token_bytes: np.ndarray,
+    put: Callable[[dict], dict] = lambda batch: batch,
 ) -> Evaluation:
     """``evaluate_split`` of given batches {"tokens": int[B, S+1], "valid": bool[B, S]}.
 
@@ -128,6 +136,7 @@ def evaluate_batches(
         num_tokens += targets.size
         num_bytes += int(token_bytes[targets].sum())
         # Not waited for here, so that the device always has the next batch.
+        batch = put(batch)
         sums.append(_batch_sums(model, variables, batch["tokens"], batch["valid"]))
     if not num_tokens:
         raise ValueError("evaluation: got no valid token; allowed: batches with at least one")
@@ -151,6 +160,9 @@ def _batch_sums(model, variables, tokens, valid):
     """nll f32[B] of each sequence; load and dropped i32[L, E], and sums over tokens f32[L]."""
     logits, info = model.apply(variables, tokens[:, :-1], valid=valid, deterministic=True)
     nll = jnp.sum(token_nll(logits, tokens[:, 1:], valid), axis=1)
+    if model.batch_axes:
+        # So that every process can read all of it.
+        nll = jax.lax.with_sharding_constraint(nll, PartitionSpec())
     if info is None:
         return nll, None
     statistics = layer_statistics(info, valid)

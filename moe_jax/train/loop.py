@@ -18,12 +18,14 @@ from moe_jax.train.build import (
     make_method,
     make_model,
     make_optimizer_of,
+    make_run_mesh,
     make_schedule,
     make_weights,
 )
 from moe_jax.train.evaluation import bytes_per_token, evaluate_split
 from moe_jax.train.log import RunLog
 from moe_jax.train.metrics import Metrics, train_scalars
+from moe_jax.train.placement import Placement
 from moe_jax.train.progress import Progress
 from moe_jax.train.signals import StopRequest
 from moe_jax.train.state import TrainState
@@ -70,30 +72,34 @@ def train(config: ConfigDict, directory: Path, *, stop: StopRequest, name: str =
     if done >= config.steps:
         print(f"{directory}: finished ({done} steps), nothing to do", flush=True)
         return
-    with Progress(steps=config.steps, name=name) as progress:
+    placement = Placement(make_run_mesh(config))
+    with Progress(steps=config.steps, name=name) as progress, placement.active():
         progress.say("preparing the data and the model")
-        data, batches = _load_data(config)
-        model = make_model(config, data.tokenizer.vocab_size)
+        data, batches = _load_data(config, done, placement)
+        model = make_model(config, data.tokenizer.vocab_size, placement.mesh)
+        if placement.mesh is not None:
+            progress.say(_describe(placement.mesh))
         if config.moe.num_experts:
             progress.say(explain_backend(config))
         with Checkpoints(
             checkpoints_directory, keep_last=config.keep_last, keep_best=config.keep_best
         ) as checkpoints:
             if done:
-                state = _restore(config, model, checkpoints, done, batches)
+                state = _restore(config, model, checkpoints, done, placement)
                 progress.say(f"going on from step {done}")
             else:
-                state = jax.jit(lambda: make_initial_state(config, model))()
+                state = _first_state(config, model, placement)
             with RunLog(directory, step=done) as log:
-                run = _Run(config, model, data, checkpoints, log, progress)
+                run = _Run(config, model, data, checkpoints, log, progress, placement)
                 run.train(state, batches, stop)
 
 
 class _Run:
     """The parts of a run that its steps need."""
 
-    def __init__(self, config, model, data, checkpoints, log, progress):
+    def __init__(self, config, model, data, checkpoints, log, progress, placement):
         self._config = config
+        self._placement = placement
         self._model = model
         self._data = data
         self._token_bytes = bytes_per_token(data.tokenizer)
@@ -110,7 +116,8 @@ class _Run:
         self._timer = (step, time.perf_counter())
         previous = None
         while step < config.steps and not stop.signal:
-            state, metrics = train_step(state, next(batches))
+            batch = self._placement.put(next(batches), config.data.batch_size)
+            state, metrics = train_step(state, batch)
             step += 1
             # One step behind, so that the device is never without work.
             if previous is not None:
@@ -125,10 +132,10 @@ class _Run:
                 self._require_finite(step, metrics)
                 cross_entropy = self._evaluate(step, state)
             if step % config.checkpoint_every_steps == 0 or last:
-                self._save(step, state, metrics, batches, cross_entropy)
+                self._save(step, state, metrics, cross_entropy)
                 saved = step
         if step > saved:
-            self._save(step, state, metrics, batches)
+            self._save(step, state, metrics)
         self._checkpoints.wait()
         if step == config.steps:
             self._progress.say(f"finished {step} steps; results in {self._log.directory}")
@@ -144,23 +151,30 @@ class _Run:
             accumulate_steps=config.optimizer.accumulate_steps,
             method=make_method(config),
             steps=config.steps,
+            batch_axes=self._model.batch_axes,
+            state_shardings=self._placement.shardings(state),
         )
         # From shapes alone: a restored array is bound to its device and a new one is not, which
         # would make another program, with other rounding, of the same step.
-        state = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), state)
+        state = self._placement.shapes(state)
         shape = (config.data.batch_size, config.data.sequence_length + 1)
         batch = {"tokens": jax.ShapeDtypeStruct(shape, jnp.int32)}
+        batch = self._placement.batch_shapes(batch)
         self._progress.say("compiling the training step")
         began = time.perf_counter()
         # In a thread, since Python handles signals between instructions of its main thread only.
         with concurrent.futures.ThreadPoolExecutor(1) as executor:
-            future = executor.submit(lambda: step.lower(state, batch).compile())
+            future = executor.submit(self._lower_and_compile, step, state, batch)
             while not future.done():
                 concurrent.futures.wait([future], timeout=_STILL_COMPILING_SECONDS)
                 if not future.done():
                     self._progress.say("still compiling")
         self._progress.say(f"compiled in {time.perf_counter() - began:.1f} s")
         return future.result()
+
+    def _lower_and_compile(self, step, *shapes):
+        with self._placement.active():  # a thread starts without
+            return step.lower(*shapes).compile()
 
     def _write_metrics(self, step, metrics):
         self._require_finite(step, metrics)
@@ -188,6 +202,7 @@ class _Run:
                 batch_size=config.data.batch_size,
                 token_bytes=self._token_bytes,
                 max_batches=config.evaluate_batches,
+                put=self._placement.put_whole,
             )
         if not math.isfinite(result.nll):
             raise TrainingError(self._stopped(step, "validation loss", result.cross_entropy))
@@ -199,12 +214,12 @@ class _Run:
         )
         return scalars["cross_entropy"]
 
-    def _save(self, step, state, metrics, batches, cross_entropy=None):
+    def _save(self, step, state, metrics, cross_entropy=None):
         self._require_finite(step, metrics)
         with self._untimed():
             self._log.flush()
             try:
-                self._checkpoints.save(step, _trees(state), batches, cross_entropy=cross_entropy)
+                self._checkpoints.save(step, _trees(state), cross_entropy=cross_entropy)
             except FloatingPointError as error:
                 good = self._checkpoints.last_good(before=step)
                 raise TrainingError(f"{error}; {good}") from None
@@ -228,8 +243,16 @@ class _Run:
         self._timer = (step, timer + time.perf_counter() - began)
 
 
-def _load_data(config):
-    """The Data and an iterator over training batches, at its start."""
+def _describe(mesh):
+    sizes = " x ".join(f"{axis} {size}" for axis, size in mesh.shape.items())
+    kind = mesh.devices.flat[0].device_kind
+    processes = jax.process_count()
+    where = f", {processes} processes" if processes > 1 else ""
+    return f"mesh: {sizes} = {mesh.size} devices ({kind}{where})"
+
+
+def _load_data(config, step, placement):
+    """The Data and an iterator over this process's part of the batches after ``step``."""
     from moe_jax.data.pipeline import load_split, train_batches
     from moe_jax.data.tokenizers import load_tokenizer
 
@@ -246,15 +269,24 @@ def _load_data(config):
             sequence_length=data.sequence_length,
             batch_size=data.batch_size,
             seed=config.seed,
+            start=step,  # every step takes one batch
+            rows=placement.rows(data.batch_size),
         )
     except (ValueError, OSError) as error:
         raise TrainingError(f"data: {' '.join(str(error).split())}") from error
     return Data(tokenizer, *splits), batches
 
 
-def _restore(config, model, checkpoints, step, batches):
-    shapes = jax.eval_shape(lambda: make_initial_state(config, model))
-    trees = checkpoints.restore(step, _trees(shapes), batches)
+def _first_state(config, model, placement):
+    def make():
+        return make_initial_state(config, model)
+
+    return jax.jit(make, out_shardings=placement.shardings(jax.eval_shape(make)))()
+
+
+def _restore(config, model, checkpoints, step, placement):
+    shapes = placement.shapes(jax.eval_shape(lambda: make_initial_state(config, model)))
+    trees = checkpoints.restore(step, _trees(shapes))
     inside = int(trees["training"]["step"])
     if inside != step:
         raise CheckpointError(f"the checkpoint named {step} is of step {inside}: rename it back")

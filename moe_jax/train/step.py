@@ -11,6 +11,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import optax
+from jax.sharding import NamedSharding, PartitionSpec
 
 from moe_jax.layers import RoutingInfo
 from moe_jax.models.routers import stack_routers, unstack_routers
@@ -80,6 +81,8 @@ def make_train_step(
     accumulate_steps: int = 1,
     method: Router | None = None,
     steps: int = 1,
+    batch_axes: tuple[str, ...] = (),
+    state_shardings: TrainState | None = None,
 ) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
     """The jitted function (state, batch) -> (state after one update, Metrics).
 
@@ -96,6 +99,8 @@ def make_train_step(
       accumulate_steps: microbatches, a divisor of B; the memory of activations shrinks by it.
       method: of the model's routers; their state changes once per step. None: a dense model.
       steps: of the whole training, for methods that change over it.
+      batch_axes: mesh axes of ``jax.set_mesh`` that share every microbatch.
+      state_shardings: where the new state is to lie; metrics are then whole on every device.
 
     Returns:
       A function that donates the state given to it. Random numbers depend on the state's key and
@@ -115,7 +120,7 @@ def make_train_step(
             )
             return jax.tree.map(jnp.add, gradient, addend), sums
 
-        parts = _split(batch, accumulate_steps)
+        parts = _split(batch, accumulate_steps, batch_axes)
         zeros = jax.tree.map(jnp.zeros_like, state.params)
         gradient, sums = jax.lax.scan(accumulate, zeros, (jnp.arange(accumulate_steps), parts))
         updates, opt_state = optimizer.update(gradient, state.opt_state, state.params)
@@ -136,7 +141,10 @@ def make_train_step(
         )
         return TrainState(state.step + 1, params, router_state, opt_state, state.key), metrics
 
-    return jax.jit(step, donate_argnums=0)
+    if state_shardings is None:
+        return jax.jit(step, donate_argnums=0)
+    whole = NamedSharding(state_shardings.step.mesh, PartitionSpec())
+    return jax.jit(step, donate_argnums=0, out_shardings=(state_shardings, whole))
 
 
 def token_nll(logits: jax.Array, targets: jax.Array, valid: jax.Array | None) -> jax.Array:
@@ -247,6 +255,14 @@ def _num_valid(batch: Batch) -> jax.Array:
     return jnp.asarray(batch["tokens"][:, 1:].size, jnp.int32)
 
 
-def _split(batch: Any, parts: int) -> Any:
+def _split(batch: Any, parts: int, batch_axes: tuple[str, ...]) -> Any:
     """[B, ...] to [parts, B / parts, ...] in every leaf."""
-    return jax.tree.map(lambda x: x.reshape(parts, x.shape[0] // parts, *x.shape[1:]), batch)
+
+    def split(x):
+        x = x.reshape(parts, x.shape[0] // parts, *x.shape[1:])
+        # Else every microbatch would lie on a few of the devices.
+        return jax.lax.with_sharding_constraint(x, PartitionSpec(None, batch_axes))
+
+    if not batch_axes:
+        return jax.tree.map(lambda x: x.reshape(parts, x.shape[0] // parts, *x.shape[1:]), batch)
+    return jax.tree.map(split, batch)

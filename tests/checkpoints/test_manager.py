@@ -5,7 +5,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import grain
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -36,11 +35,6 @@ def make_trees(seed=0, width=64):
     }
 
 
-def make_batches():
-    source = grain.MapDataset.source(list(range(50))).seed(1).shuffle().repeat().batch(4)
-    return iter(source.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=4)))
-
-
 def open_checkpoints(directory, keep_last=3, keep_best=0):
     return Checkpoints(directory, keep_last=keep_last, keep_best=keep_best)
 
@@ -54,43 +48,34 @@ def assert_same_bits(a, b):
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """A directory with checkpoints 1 and 2, to be copied, and the batch that follows 2."""
+    """A directory with checkpoints 1 and 2, to be copied."""
     directory = tmp_path_factory.mktemp("saved")
-    batches = make_batches()
     with open_checkpoints(directory) as checkpoints:
         for step in (1, 2):
-            next(batches)
-            checkpoints.save(step, make_trees(step), batches, cross_entropy=3.0 - step)
-    return directory, next(batches)
+            checkpoints.save(step, make_trees(step), cross_entropy=3.0 - step)
+    return directory
 
 
 def test_everything_comes_back_bit_for_bit(saved):
-    directory, following = saved
-    batches = make_batches()
     like = jax.eval_shape(lambda: make_trees(0))
-    with open_checkpoints(directory) as checkpoints:
-        restored = checkpoints.restore(2, like, batches)
+    with open_checkpoints(saved) as checkpoints:
+        restored = checkpoints.restore(2, like)
     assert_same_bits(restored, make_trees(2))
-    np.testing.assert_array_equal(next(batches), following)
 
 
 def test_parameters_alone_come_back(saved):
-    directory, _ = saved
     like = jax.eval_shape(lambda: make_trees(0)["params"])
-    assert_same_bits(
-        restore_trees(directory, 1, {"params": like})["params"], make_trees(1)["params"]
-    )
-    assert best_step(directory) == 2  # cross-entropies 2 and 1
+    assert_same_bits(restore_trees(saved, 1, {"params": like})["params"], make_trees(1)["params"])
+    assert best_step(saved) == 2  # cross-entropies 2 and 1
 
 
 def test_donated_arrays_may_change_while_files_are_written(tmp_path):
     add_one = jax.jit(lambda trees: jax.tree.map(lambda x: x + 1, trees), donate_argnums=0)
     trees = {"params": {"kernel": jnp.zeros((600, 600))}}
-    batches = make_batches()
     with open_checkpoints(tmp_path) as checkpoints:
         for step in (1, 2, 3):
             trees = add_one(trees)
-            checkpoints.save(step, trees, batches)
+            checkpoints.save(step, trees)
             for _ in range(20):
                 trees = add_one(trees)
     for step, value in ((1, 1.0), (2, 22.0), (3, 43.0)):
@@ -99,22 +84,20 @@ def test_donated_arrays_may_change_while_files_are_written(tmp_path):
 
 
 def test_the_latest_and_the_best_are_kept(tmp_path):
-    batches = make_batches()
     cross_entropies = {1: 2.0, 2: 1.0, 3: 3.0, 4: None, 5: 2.5, 6: None}
     for steps in ((1, 2, 3), (4, 5, 6)):  # in two processes' worth: the best is found again
         with open_checkpoints(tmp_path, keep_last=2, keep_best=1) as checkpoints:
             for step in steps:
                 trees = make_trees(step, width=4)
-                checkpoints.save(step, trees, batches, cross_entropy=cross_entropies[step])
+                checkpoints.save(step, trees, cross_entropy=cross_entropies[step])
     assert saved_steps(tmp_path) == [2, 5, 6]
     assert best_step(tmp_path) == 2
 
 
 def test_without_best_only_the_latest_are_kept(tmp_path):
-    batches = make_batches()
     with open_checkpoints(tmp_path, keep_last=1) as checkpoints:
         for step in (1, 2, 3):
-            checkpoints.save(step, make_trees(width=4), batches, cross_entropy=float(step))
+            checkpoints.save(step, make_trees(width=4), cross_entropy=float(step))
     assert saved_steps(tmp_path) == [3]
 
 
@@ -128,11 +111,10 @@ def test_a_state_that_is_not_finite_is_not_saved(tmp_path, value, where):
         trees["training"]["opt_state"] = jax.tree.map(
             lambda x: x * value if x.dtype == jnp.float32 else x, trees["training"]["opt_state"]
         )
-    batches = make_batches()
     with open_checkpoints(tmp_path) as checkpoints:
-        checkpoints.save(1, make_trees(1, width=4), batches)
+        checkpoints.save(1, make_trees(1, width=4))
         with pytest.raises(FloatingPointError, match="step 2"):
-            checkpoints.save(2, trees, batches)
+            checkpoints.save(2, trees)
     assert saved_steps(tmp_path) == [1]
 
 
@@ -156,7 +138,7 @@ UNCHECKED = ("_CHECKPOINT_METADATA", "commit_success.txt")
 
 @pytest.mark.parametrize("damage", [damage_half, damage_empty, damage_bit, os.remove])
 def test_any_damaged_file_is_found_and_the_good_checkpoint_named(saved, tmp_path, damage):
-    original = saved[0]
+    original = saved
     like = jax.eval_shape(lambda: make_trees(0)["params"])
     names = [p.relative_to(original) for p in (original / "2").rglob("*") if p.is_file()]
     names = [name for name in names if name.name not in UNCHECKED]
@@ -179,18 +161,16 @@ def test_any_damaged_file_is_found_and_the_good_checkpoint_named(saved, tmp_path
 
 
 def test_a_run_does_not_start_on_a_damaged_checkpoint(saved, tmp_path):
-    shutil.copytree(saved[0], tmp_path, dirs_exist_ok=True)
+    shutil.copytree(saved, tmp_path, dirs_exist_ok=True)
     damage_empty(tmp_path / "2" / "metrics" / "metrics")
     with pytest.raises(CheckpointError, match="2 is damaged: metrics/metrics has 0 of"):
         open_checkpoints(tmp_path)
-    shutil.copytree(saved[0], tmp_path, dirs_exist_ok=True)
-    [position] = (tmp_path / "2" / "batches").glob("process*.json")
-    damage_half(position)
-    batches = make_batches()
+    shutil.copytree(saved, tmp_path, dirs_exist_ok=True)
+    damage_half(next(p for p in (tmp_path / "2" / "params").rglob("*") if p.is_file()))
     with open_checkpoints(tmp_path) as checkpoints:
-        with pytest.raises(CheckpointError, match="2 is damaged: batches/process_0"):
-            checkpoints.restore(2, jax.eval_shape(lambda: make_trees(0)), batches)
-        restored = checkpoints.restore(1, jax.eval_shape(lambda: make_trees(0)), batches)
+        with pytest.raises(CheckpointError, match="2 is damaged: params/.* has"):
+            checkpoints.restore(2, jax.eval_shape(lambda: make_trees(0)))
+        restored = checkpoints.restore(1, jax.eval_shape(lambda: make_trees(0)))
     assert_same_bits(restored, make_trees(1))
 
 
@@ -210,15 +190,14 @@ def test_a_checkpoint_of_another_model_is_refused(saved, change, message):
     like = make_trees(0)
     change(like["params"])
     with pytest.raises(CheckpointError, match=f"2 does not fit this model: .*{message}"):
-        restore_trees(saved[0], 2, {"params": like["params"]})
-    with open_checkpoints(saved[0]) as checkpoints:
+        restore_trees(saved, 2, {"params": like["params"]})
+    with open_checkpoints(saved) as checkpoints:
         with pytest.raises(CheckpointError, match=f"2 does not fit this model: .*{message}"):
-            checkpoints.restore(2, like, make_batches())
+            checkpoints.restore(2, like)
 
 
 def test_a_full_disk_leaves_the_checkpoint_before(saved, tmp_path, monkeypatch):
-    shutil.copytree(saved[0], tmp_path, dirs_exist_ok=True)
-    batches = make_batches()
+    shutil.copytree(saved, tmp_path, dirs_exist_ok=True)
 
     def fail(directory):
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -226,7 +205,7 @@ def test_a_full_disk_leaves_the_checkpoint_before(saved, tmp_path, monkeypatch):
     checkpoints = open_checkpoints(tmp_path, keep_last=1)
     with monkeypatch.context() as patch:
         patch.setattr(manager, "write_manifest", fail)  # the last thing that writes
-        checkpoints.save(3, make_trees(3), batches)
+        checkpoints.save(3, make_trees(3))
         with pytest.raises(CheckpointError) as caught:
             checkpoints.wait()
     assert "3 could not be written: no space left on the device" in str(caught.value)
@@ -235,7 +214,7 @@ def test_a_full_disk_leaves_the_checkpoint_before(saved, tmp_path, monkeypatch):
     assert saved_steps(tmp_path) == [1, 2]
     # The next run clears away what was half-written.
     with open_checkpoints(tmp_path, keep_last=1) as checkpoints:
-        checkpoints.save(3, make_trees(3), batches)
+        checkpoints.save(3, make_trees(3))
     assert os.listdir(tmp_path) == ["3"]
 
 
@@ -254,12 +233,11 @@ def small_disk(tmp_path):
 # Orbax closes its event loop on the answers of the other writes.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_a_really_full_disk_leaves_the_checkpoint_before(small_disk):
-    batches = make_batches()
     with open_checkpoints(small_disk, keep_last=1) as checkpoints:
-        checkpoints.save(1, make_trees(1), batches)
+        checkpoints.save(1, make_trees(1))
     with pytest.raises(CheckpointError, match="2 could not be written: no space left") as caught:
         with open_checkpoints(small_disk, keep_last=1) as checkpoints:
-            checkpoints.save(2, make_trees(2, width=400), batches)
+            checkpoints.save(2, make_trees(2, width=400))
             checkpoints.wait()
     assert f"the last good checkpoint is {small_disk / '1'}" in str(caught.value)
     like = jax.eval_shape(lambda: make_trees(0)["params"])
@@ -272,16 +250,16 @@ KILLED = """
 import os, signal, sys
 sys.path.insert(0, sys.argv[2])
 from moe_jax.checkpoints import manager
-from test_manager import make_batches, make_trees, open_checkpoints
+from test_manager import make_trees, open_checkpoints
 
 def die(directory):
     os.kill(os.getpid(), signal.SIGKILL)
 
 with open_checkpoints(sys.argv[1]) as checkpoints:
-    checkpoints.save(1, make_trees(1), make_batches())
+    checkpoints.save(1, make_trees(1))
     checkpoints.wait()
     manager.write_manifest = die
-    checkpoints.save(2, make_trees(2), make_batches())
+    checkpoints.save(2, make_trees(2))
 """
 
 
@@ -290,10 +268,9 @@ def test_what_a_killed_process_left_half_written_is_no_checkpoint(tmp_path):
     process = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path), here])
     assert process.returncode == -9
     assert len(os.listdir(tmp_path)) == 2 and saved_steps(tmp_path) == [1]
-    batches = make_batches()
     with open_checkpoints(tmp_path) as checkpoints:
-        restored = checkpoints.restore(1, jax.eval_shape(lambda: make_trees(0)), batches)
-        checkpoints.save(2, make_trees(2), batches)
+        restored = checkpoints.restore(1, jax.eval_shape(lambda: make_trees(0)))
+        checkpoints.save(2, make_trees(2))
     assert_same_bits(restored, make_trees(1))
     assert sorted(os.listdir(tmp_path)) == ["1", "2"]
 

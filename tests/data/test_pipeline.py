@@ -1,8 +1,4 @@
 import itertools
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import grain
 import numpy as np
@@ -10,16 +6,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import moe_jax
 from moe_jax.data import pipeline
 from moe_jax.data.documents import load_documents
 from moe_jax.data.pipeline import TextSplit, evaluation_batches, load_split, train_batches
 from moe_jax.data.tokenizers import load_tokenizer
-
-# The training iterator as the two processes of the resume test build it: 50 windows in batches of
-# 8, so that an epoch is 6.25 batches.
-RESUME = {"sequence_length": 10, "batch_size": 8, "seed": 3}
-RESUME_TOKENS = 501
 
 
 def counting_split(num_tokens):
@@ -176,36 +166,28 @@ def test_the_order_follows_from_the_seed():
     assert take_windows(split, 100, length=10, seed=0)[50:] != orders[2]
 
 
-@pytest.mark.parametrize("process_count", [1, 2, 3, 7])
-def test_processes_share_each_epoch(process_count):
+@pytest.mark.parametrize("num_readers", [1, 2, 3, 6])
+def test_readers_of_some_rows_share_the_order_of_the_run(num_readers):
+    """Six windows a batch, of 50 in an epoch: batches reach into the next one."""
+    arguments = dict(sequence_length=10, batch_size=6, seed=5)
     split = counting_split(501)
-    per_epoch = 50 // process_count
-    orders = [
-        take_windows(
-            split, 4 * per_epoch, length=10, seed=5, process_index=i, process_count=process_count
-        )
-        for i in range(process_count)
-    ]
-    left_out = []
-    for start in range(0, 4 * per_epoch, per_epoch):
-        epoch = [w for order in orders for w in order[start : start + per_epoch]]
-        assert len(set(epoch)) == len(epoch) == per_epoch * process_count
-        left_out.append(set(range(50)) - set(epoch))
-        assert len(left_out[-1]) == 50 % process_count
-    # What one epoch leaves out, another has.
-    assert not set.intersection(*left_out)
+    whole = list(itertools.islice(train_batches(split, **arguments), 20))
+    order = window_indices(whole, 10)
+    assert sorted(order[:50]) == sorted(order[50:100]) == list(range(50))
+    # From batch 7 on, by other readers than before.
+    share = 6 // num_readers
+    for reader in range(num_readers):
+        rows = range(reader * share, (reader + 1) * share)
+        mine = train_batches(split, **arguments, start=7, rows=rows)
+        got = [batch["tokens"] for batch in itertools.islice(mine, 13)]
+        np.testing.assert_array_equal(got, [batch["tokens"][rows] for batch in whole[7:]])
 
 
-def test_batch_size_is_per_process():
-    batches = train_batches(
-        counting_split(501),
-        sequence_length=10,
-        batch_size=4,
-        seed=0,
-        process_index=1,
-        process_count=2,
-    )
-    assert next(batches)["tokens"].shape == (4, 11)
+def test_a_late_start_reads_nothing_before_it():
+    """A million batches are no work: the order of every epoch is computed and not walked."""
+    arguments = dict(sequence_length=10, batch_size=8, seed=3)
+    batches = train_batches(counting_split(501), **arguments, start=10**6)
+    assert len(set(window_indices([next(batches)], 10))) == 8
 
 
 def test_one_window_is_enough():
@@ -216,69 +198,20 @@ def test_one_window_is_enough():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"batch_size": 51}, r"batch_size: got 51 .* takes 511 tokens; .* has 501, .* 50 windows"),
-        ({"batch_size": 26, "process_count": 2}, r"batch_size: got 26 for 2 process.* 50 windows"),
+        ({"batch_size": 51}, r"batch_size: got 51, which takes 511 tokens; .* 501, .* 50 windows"),
         ({"sequence_length": 501}, r"takes 502 tokens; the split has 501, enough for 0 windows"),
         ({"batch_size": 0}, r"batch_size: got 0; allowed: 1 or more"),
         ({"sequence_length": 0}, r"sequence_length: got 0; allowed: 1 or more"),
         ({"seed": -1}, r"seed: got -1; allowed: 0 to 4294967295"),
         ({"seed": 2**32}, r"seed: got 4294967296; allowed"),
-        ({"process_index": 1}, r"process_index: got 1 of 1 process"),
-        ({"process_index": -1}, r"process_index: got -1 of 1 process"),
-        ({"process_count": 0}, r"process_index: got 0 of 0 process"),
+        ({"start": -1}, r"start: got -1; allowed: 0 or more"),
+        ({"rows": [0, 1]}, r"rows: got \[0, 1\]; allowed: 0..0"),
     ],
 )
 def test_bad_arguments_are_refused(arguments, message):
     arguments = {"sequence_length": 10, "batch_size": 1, "seed": 0, **arguments}
     with pytest.raises(ValueError, match=message):
         train_batches(counting_split(501), **arguments)
-
-
-def test_state_restores_within_a_process():
-    split = counting_split(RESUME_TOKENS)
-    batches = train_batches(split, **RESUME)
-    for _ in range(5):
-        next(batches)
-    state = batches.get_state()
-    expected = [next(batches)["tokens"] for _ in range(4)]
-    other = train_batches(split, **RESUME)
-    next(other)
-    other.set_state(state)
-    assert np.array_equal(expected, [next(other)["tokens"] for _ in range(4)])
-
-
-def test_a_checkpoint_resumes_in_another_process_across_an_epoch(tmp_path):
-    import orbax.checkpoint as ocp
-
-    split = counting_split(RESUME_TOKENS)
-    batches = train_batches(split, **RESUME)
-    for _ in range(5):
-        next(batches)
-    with ocp.CheckpointManager(tmp_path / "checkpoints") as manager:
-        manager.save(5, args=ocp.args.Composite(data=grain.checkpoint.CheckpointSave(batches)))
-    # Batches 6 to 9; the first epoch ends within batch 7.
-    expected = np.stack([next(batches)["tokens"] for _ in range(4)])
-
-    code = f"""
-import sys, grain, numpy as np, orbax.checkpoint as ocp
-from moe_jax.data.pipeline import TextSplit, train_batches
-split = TextSplit(np.arange({RESUME_TOKENS}, dtype=np.uint16), {RESUME_TOKENS}, 1)
-batches = train_batches(split, **{RESUME})
-with ocp.CheckpointManager(sys.argv[1] + "/checkpoints") as manager:
-    manager.restore(5, args=ocp.args.Composite(data=grain.checkpoint.CheckpointRestore(batches)))
-np.save(sys.argv[1] + "/resumed.npy", np.stack([next(batches)["tokens"] for _ in range(4)]))
-"""
-    root = str(Path(moe_jax.__file__).parents[1])
-    result = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path)],
-        env={**os.environ, "PYTHONPATH": root, "JAX_PLATFORMS": "cpu"},
-        capture_output=True,
-        text=True,
-    )
-    assert result.returncode == 0, result.stderr
-    resumed = np.load(tmp_path / "resumed.npy")
-    assert resumed.dtype == expected.dtype
-    assert np.array_equal(resumed, expected)
 
 
 # evaluation_batches
