@@ -159,6 +159,8 @@ class Checkpoints:
             raise self._not_written(error) from error
 
     def _before_commit(self):
+        if jax.process_index() != 0:  # by now all have written their parts
+            return
         [unfinished] = self._directory.glob(f"{self._saving}.*checkpoint-tmp*")
         write_manifest(unfinished)
 

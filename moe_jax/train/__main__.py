@@ -5,6 +5,7 @@ import os
 import shlex
 import sys
 from collections.abc import Sequence
+from typing import NoReturn
 
 import absl.logging
 
@@ -14,10 +15,13 @@ from moe_jax.train.build import explain_backend, make_run_mesh
 from moe_jax.train.log import LogError
 from moe_jax.train.loop import TrainingError, train
 from moe_jax.train.memory import keep_freed_memory
+from moe_jax.train.processes import USAGE as PROCESSES_USAGE
+from moe_jax.train.processes import connect, is_first, is_lost, one_line, take_cluster
 from moe_jax.train.signals import StopRequest
 from moe_jax.train.workdir import prepare_workdir
 
-USAGE = """\
+USAGE = (
+    """\
 Trains the language model of a config, one variant after the other if it has variants.
 
 usage: python -m moe_jax.train --config FILE.py[:ARGUMENT] --workdir DIR [--config.FIELD=VALUE ...]
@@ -26,22 +30,32 @@ example: python -m moe_jax.train --config configs/demo.py --workdir runs/demo --
 
 The same command again goes on from the last checkpoint in DIR, and does nothing once finished.
 SIGINT (Ctrl-C) and SIGTERM finish the step, save a checkpoint and exit; a second one exits at once.
-Exit codes: 0 finished, 1 an error (one line on stderr), 130 stopped by SIGINT, 143 by SIGTERM.
+Exit codes: 0 finished, 1 an error (one line on stderr), 75 another process of the run is gone, 130
+stopped by SIGINT, 143 by SIGTERM.
 
 DIR (or DIR/VARIANT) gets config.json, metrics.jsonl, metrics.csv, routing.npz (load and dropped
-assignments by step, layer and expert), tensorboard/ and checkpoints/."""
+assignments by step, layer and expert), tensorboard/ and checkpoints/.
+
+"""
+    + PROCESSES_USAGE
+)
+
+# EX_TEMPFAIL of sysexits.h: the same command may well succeed.
+LOST_PROCESS = 75
 
 
 def main(arguments: Sequence[str]) -> int:
     """Runs the command and returns its exit code."""
     workdir = None
     try:
-        config, workdir = parse_command_line(arguments, usage=USAGE)
+        rest, cluster = take_cluster(arguments)
+        connect(cluster)  # before a config is checked, which asks jax for shapes
+        config, workdir = parse_command_line(rest, usage=USAGE)
         for run in resolve_runs(config).values():
             make_run_mesh(run)
             if run.moe.num_experts and run.moe.backend:
                 explain_backend(run)
-        runs = prepare_workdir(workdir, config)
+        runs = prepare_workdir(workdir, config, write=is_first())
         with StopRequest() as stop:
             for directory, run in runs.items():
                 variant = "" if directory == workdir else directory.name
@@ -50,7 +64,7 @@ def main(arguments: Sequence[str]) -> int:
                     break
     except (ConfigError, CheckpointError, LogError, TrainingError) as error:
         print(f"error: {error}", file=sys.stderr)
-        return 1
+        return LOST_PROCESS if is_lost(error) else 1
     except BrokenPipeError:  # the reader of the output has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
@@ -59,7 +73,12 @@ def main(arguments: Sequence[str]) -> int:
         return 1
     except KeyboardInterrupt:
         return 130
-    if stop.signal:
+    except Exception as error:
+        if not is_lost(error):
+            raise
+        print(f"error: another process of this run is gone: {one_line(error)}", file=sys.stderr)
+        return LOST_PROCESS
+    if stop.signal and is_first():
         command = shlex.join(["python", "-m", "moe_jax.train", *arguments])
         print(f"stopped; to go on, run the same command again:\n  {command}", flush=True)
     return stop.exit_code
@@ -80,11 +99,18 @@ def _silence_libraries():
     sys.unraisablehook = show_others
 
 
+def leave(code: int) -> NoReturn:
+    """Ends the process with an exit code of ``main``."""
+    sys.stdout.flush()
+    if code in (1, LOST_PROCESS):
+        # No clean-up: a writer on a full disk would add its own complaints, and a process that is
+        # gone would be waited for.
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)
+
+
 if __name__ == "__main__":
     _silence_libraries()
     keep_freed_memory()
-    code = main(sys.argv[1:])
-    sys.stdout.flush()
-    if code == 1:
-        os._exit(code)  # no clean-up: a writer on a full disk would add its own complaints
-    sys.exit(code)
+    leave(main(sys.argv[1:]))

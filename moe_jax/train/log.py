@@ -102,6 +102,28 @@ class RunLog:
             writer.writerows(self._rows)
 
 
+class NoLog:
+    """What the processes that write no files have in the place of a RunLog."""
+
+    def __init__(self, directory: str | Path):
+        self.directory = Path(directory)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, kind, error, traceback):
+        pass
+
+    def write_scalars(self, step: int, split: str, scalars: dict[str, float]) -> None:
+        """Nothing."""
+
+    def write_routing(self, step: int, load: np.ndarray, dropped: np.ndarray) -> None:
+        """Nothing."""
+
+    def flush(self) -> None:
+        """Nothing."""
+
+
 def read_metrics(directory: str | Path) -> list[dict]:
     """The rows of metrics.jsonl in a run's directory; a last line cut short by a kill is dropped.
 

@@ -23,9 +23,10 @@ from moe_jax.train.build import (
     make_weights,
 )
 from moe_jax.train.evaluation import bytes_per_token, evaluate_split
-from moe_jax.train.log import RunLog
+from moe_jax.train.log import NoLog, RunLog
 from moe_jax.train.metrics import Metrics, train_scalars
 from moe_jax.train.placement import Placement
+from moe_jax.train.processes import SharedStop, is_first, wait_for_all
 from moe_jax.train.progress import Progress
 from moe_jax.train.signals import StopRequest
 from moe_jax.train.state import TrainState
@@ -68,12 +69,15 @@ def train(config: ConfigDict, directory: Path, *, stop: StopRequest, name: str =
       CheckpointError: a checkpoint is damaged or cannot be written.
     """
     checkpoints_directory = directory / "checkpoints"
+    wait_for_all("the checkpoints")
     done = max(saved_steps(checkpoints_directory), default=0)
     if done >= config.steps:
-        print(f"{directory}: finished ({done} steps), nothing to do", flush=True)
+        if is_first():
+            print(f"{directory}: finished ({done} steps), nothing to do", flush=True)
         return
     placement = Placement(make_run_mesh(config))
-    with Progress(steps=config.steps, name=name) as progress, placement.active():
+    progress = Progress(steps=config.steps, name=name, silent=not is_first())
+    with progress, placement.active():
         progress.say("preparing the data and the model")
         data, batches = _load_data(config, done, placement)
         model = make_model(config, data.tokenizer.vocab_size, placement.mesh)
@@ -89,7 +93,7 @@ def train(config: ConfigDict, directory: Path, *, stop: StopRequest, name: str =
                 progress.say(f"going on from step {done}")
             else:
                 state = _first_state(config, model, placement)
-            with RunLog(directory, step=done) as log:
+            with RunLog(directory, step=done) if is_first() else NoLog(directory) as log:
                 run = _Run(config, model, data, checkpoints, log, progress, placement)
                 run.train(state, batches, stop)
 
@@ -115,7 +119,8 @@ class _Run:
         self._progress.start(step)
         self._timer = (step, time.perf_counter())
         previous = None
-        while step < config.steps and not stop.signal:
+        stopping = SharedStop(stop, self._placement.mesh)
+        while step < config.steps and not stopping():
             batch = self._placement.put(next(batches), config.data.batch_size)
             state, metrics = train_step(state, batch)
             step += 1
@@ -257,6 +262,8 @@ def _load_data(config, step, placement):
     from moe_jax.data.tokenizers import load_tokenizer
 
     data = config.data
+    if not is_first():
+        wait_for_all("the data")  # prepared by one
     vocab_size = None if data.tokenizer == "byte" else data.vocab_size
     try:
         tokenizer = load_tokenizer(data.tokenizer, data.dataset, vocab_size, data.cache_dir)
@@ -274,6 +281,8 @@ def _load_data(config, step, placement):
         )
     except (ValueError, OSError) as error:
         raise TrainingError(f"data: {' '.join(str(error).split())}") from error
+    if is_first():
+        wait_for_all("the data")
     return Data(tokenizer, *splits), batches
 
 

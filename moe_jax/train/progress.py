@@ -12,17 +12,18 @@ _LOG_EVERY_SECONDS = 30.0
 class Progress:
     """The progress of one run; use it as a context manager."""
 
-    def __init__(self, *, steps: int, name: str = ""):
-        """A run of ``steps``; ``name`` is put before every line."""
+    def __init__(self, *, steps: int, name: str = "", silent: bool = False):
+        """A run of ``steps``; ``name`` is put before every line, of which silent shows none."""
         self._steps = steps
         self._name = name
         self._spoken = time.monotonic()
+        self._silent = silent
         self._bar = None
 
     def start(self, step: int) -> None:
         """Starts the clock and the bar at ``step``: call it when all is compiled."""
         self._start = (step, time.monotonic())
-        if _is_screen(sys.stderr):
+        if not self._silent and _is_screen(sys.stderr):
             self._bar = tqdm(
                 total=self._steps,
                 initial=step,
@@ -42,6 +43,8 @@ class Progress:
         """Prints a line."""
         self._spoken = time.monotonic()
         line = f"{self._name}: {text}" if self._name else text
+        if self._silent:
+            return
         if self._bar is None:
             print(line, flush=True)
         else:

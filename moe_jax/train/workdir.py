@@ -15,11 +15,14 @@ from moe_jax.config import (
 )
 
 
-def prepare_workdir(workdir: Path, config: ConfigDict) -> dict[Path, ConfigDict]:
+def prepare_workdir(
+    workdir: Path, config: ConfigDict, *, write: bool = True
+) -> dict[Path, ConfigDict]:
     """Makes the workdir and writes config.json, or checks that it holds runs of this config.
 
     A run without variants lives in the workdir itself, each variant in a folder of its name with
-    its own config.json. Variants may be added to a workdir later.
+    its own config.json. Variants may be added to a workdir later. Without ``write`` it is checked
+    only.
 
     Returns:
       {run directory: config of the single run}, in the order to train them.
@@ -30,8 +33,11 @@ def prepare_workdir(workdir: Path, config: ConfigDict) -> dict[Path, ConfigDict]
     """
     runs = {workdir / name: run for name, run in resolve_runs(config).items()}
     try:
-        workdir.mkdir(parents=True, exist_ok=True)
+        if write:
+            workdir.mkdir(parents=True, exist_ok=True)
         _check_same_runs(workdir, runs)
+        if not write:
+            return runs
         if config.get("variants"):
             _write(workdir, config_to_json(config))
         for directory, run in runs.items():
