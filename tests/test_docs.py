@@ -30,7 +30,13 @@ from moe_jax.routing import (
 
 ROOT = Path(__file__).resolve().parents[1]
 ROUTERS_PAGE = "docs/routers.md"
-DOCUMENTS = ("README.md", "CONTRIBUTING.md", ROUTERS_PAGE, "docs/performance.md")
+DOCUMENTS = (
+    "README.md",
+    "CONTRIBUTING.md",
+    ROUTERS_PAGE,
+    "docs/performance.md",
+    "docs/distributed.md",
+)
 # What the column "causal" says of Router.sees_future, and the column "choice" of choice_type.
 CAUSAL = {
     "never": "yes",
@@ -39,7 +45,9 @@ CAUSAL = {
 }
 CHOICES = {TokenChoice: "token", ExpertChoice: "expert", SoftChoice: "soft", ExpertMerge: "merge"}
 FILE = re.compile(r"(?:[\w.-]+/)*[\w.-]+\.(?:py|txt|lock|toml|cfg|md|ipynb|cff|sh)")
-FOLDER = re.compile(r"(?:\.ci|configs|docs|experiments|benchmarks|labs|moe_jax|notebooks|tests)/.*")
+FOLDER = re.compile(
+    r"(?:\.ci|cluster|configs|docs|experiments|benchmarks|labs|moe_jax|notebooks|tests)/.*"
+)
 
 
 def blocks(name, language):

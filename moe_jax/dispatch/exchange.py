@@ -19,6 +19,13 @@ EXCHANGES: tuple[str, ...] = get_args(ExchangeKind)
 # Past the end of every buffer.
 NOWHERE = jnp.iinfo(jnp.int32).max
 
+# Options of XLA, by platform, with which a program goes on computing while rows travel: what does
+# not wait for them, such as shared experts, is scheduled in between.
+OVERLAP_OPTIONS = {
+    "tpu": {"xla_tpu_enable_async_all_to_all": True},
+    "gpu": {"xla_gpu_enable_latency_hiding_scheduler": True},
+}
+
 
 class Exchange(NamedTuple):
     """How the rows of one layer travel.

@@ -160,17 +160,22 @@ def _batch_sums(model, variables, tokens, valid):
     """nll f32[B] of each sequence; load and dropped i32[L, E], and sums over tokens f32[L]."""
     logits, info = model.apply(variables, tokens[:, :-1], valid=valid, deterministic=True)
     nll = jnp.sum(token_nll(logits, tokens[:, 1:], valid), axis=1)
-    if model.batch_axes:
-        # So that every process can read all of it.
-        nll = jax.lax.with_sharding_constraint(nll, PartitionSpec())
     if info is None:
-        return nll, None
+        return _whole(model, (nll, None))
     statistics = layer_statistics(info, valid)
     count = jnp.sum(valid)
-    return nll, (
+    sums = (
         statistics.load,
         statistics.dropped,
         statistics.router_entropy * count,
         statistics.router_z * count,
         statistics.unrouted_fraction * count,
     )
+    return _whole(model, (nll, sums))
+
+
+def _whole(model, sums):
+    """On a mesh, whole on every device, so that every process can read it."""
+    if not model.batch_axes:
+        return sums
+    return jax.lax.with_sharding_constraint(sums, PartitionSpec())

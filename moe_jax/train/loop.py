@@ -179,7 +179,8 @@ class _Run:
 
     def _lower_and_compile(self, step, *shapes):
         with self._placement.active():  # a thread starts without
-            return step.lower(*shapes).compile()
+            options = self._placement.compiler_options()
+            return step.lower(*shapes).compile(compiler_options=options)
 
     def _write_metrics(self, step, metrics):
         self._require_finite(step, metrics)

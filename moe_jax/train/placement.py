@@ -10,6 +10,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from moe_jax.dispatch.exchange import OVERLAP_OPTIONS
 from moe_jax.sharding import batch_sharding, shardings_of
 
 
@@ -46,6 +47,12 @@ class Placement(NamedTuple):
             name: jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=where)
             for name, shape in shapes.items()
         }
+
+    def compiler_options(self) -> dict[str, bool] | None:
+        """For XLA, where experts are shared: to compute while rows travel."""
+        if self.mesh is None or self.mesh.shape["expert"] == 1:
+            return None
+        return OVERLAP_OPTIONS.get(self.mesh.devices.flat[0].platform)
 
     def rows(self, batch_size: int) -> list[int]:
         """Which of the B sequences of a batch the devices of this process work on, rising."""

@@ -1,6 +1,7 @@
 """Every mesh gives what one device gives: outputs, drop counts and every gradient."""
 
 import functools
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +12,7 @@ from jax.sharding import AxisType, PartitionSpec
 from moe_jax.dispatch import ExpertParallel, capacity, moe
 from moe_jax.dispatch.exchange import NOWHERE, padded_exchange
 from moe_jax.dispatch.expert_parallel import _positions
+from moe_jax.kernels import reference
 from moe_jax.routing import TokenChoice, softmax_top_k
 
 NAMES = ("data", "fsdp", "expert", "tensor")
@@ -120,6 +122,15 @@ def test_the_loops_for_cpus_on_a_mesh():
     got = value_and_gradients(
         mesh_of((1, 1, 4, 2)), inputs(), backend="xla_cpu", parallel=parallel_of()
     )
+    assert_same(got, on_one_device("dropless", None, "arrival", False))
+
+
+def test_without_the_types_of_shard_map(monkeypatch):
+    """As the kernels for GPUs need it."""
+    untyped = reference.BACKEND._replace(name="mosaic_gpu")
+    module = sys.modules["moe_jax.dispatch.moe"]  # the package has a function of that name
+    monkeypatch.setattr(module, "select", lambda *_: untyped)
+    got = value_and_gradients(mesh_of((2, 1, 2, 2)), inputs(), parallel=parallel_of())
     assert_same(got, on_one_device("dropless", None, "arrival", False))
 
 

@@ -48,8 +48,20 @@ def free_port():
         return sock.getsockname()[1]
 
 
-def run_processes(count, arguments, *, who=-1, step=0, number=0, num_devices=8):
-    """(exit code, stdout and stderr) of each of ``count`` processes that share the devices."""
+def slurm_variables(index, count, port):
+    """What SLURM tells process number ``index`` of a step on this machine."""
+    return {
+        "SLURM_JOB_ID": str(port % 2**12),  # jax makes the port of it
+        "SLURM_STEP_NODELIST": "localhost",
+        "SLURM_STEP_NUM_NODES": "1",
+        "SLURM_NTASKS": str(count),
+        "SLURM_PROCID": str(index),
+        "SLURM_LOCALID": str(index),
+    }
+
+
+def run_processes(count, arguments, *, who=-1, step=0, number=0, num_devices=8, slurm=False):
+    """Exit codes and outputs (stdout, stderr) of ``count`` processes that share the devices."""
     port = free_port()
     share = num_devices // count
     flags = f"--xla_force_host_platform_device_count={share}"
@@ -57,12 +69,19 @@ def run_processes(count, arguments, *, who=-1, step=0, number=0, num_devices=8):
     processes = []
     for index in range(count):
         line = [sys.executable, "-c", SIGNALLED, str(who), str(step), str(number), *arguments]
-        if count > 1:
+        variables = slurm_variables(index, count, port) if slurm else {}
+        if slurm:
+            line += ["--distributed"]
+        elif count > 1:
             line += ["--coordinator", f"localhost:{port}", "--num_processes", str(count)]
             line += ["--process_index", str(index)]
         processes.append(
             subprocess.Popen(
-                line, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+                line,
+                env=environment | variables,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
             )
         )
     outputs = []
@@ -122,11 +141,11 @@ def test_a_run_wanders_over_processes_and_meshes(
 
 
 def test_who_is_left_alone_says_so(command, tmp_path, rows_of, undisturbed):
-    """Of two processes one is killed: the other ends by itself, and a new run goes on."""
+    """Of two processes, as SLURM starts them, one is killed: the other ends, a new run goes on."""
     line = command(tmp_path, *OVERRIDES)
     two = ["--config.mesh.data=2"]
     codes, outputs = run_processes(
-        2, [*line, *two], who=1, step=5, number=signal.SIGKILL.value, num_devices=2
+        2, [*line, *two], who=1, step=5, number=signal.SIGKILL.value, num_devices=2, slurm=True
     )
     assert codes[1] == -signal.SIGKILL
     assert codes[0] == 75, outputs[0]

@@ -1,0 +1,10 @@
+#!/usr/bin/env bash
+# One run over all hosts of a TPU pod slice: TPU=name ZONE=zone BUCKET=path cluster/tpu_pod.sh
+# The same command runs on every host; they find each other by the slice's metadata. The workdir is
+# a folder that all hosts see, such as a mounted bucket or a file server.
+set -euo pipefail
+
+gcloud compute tpus tpu-vm ssh "$TPU" --zone "$ZONE" --worker=all --command "
+  cd moe_jax && python -m moe_jax.train --distributed \
+    --config '${CONFIG:-configs/demo.py:moe}' --workdir '${BUCKET}/runs/pod' \
+    --config.mesh.expert='${EXPERT:-8}'"

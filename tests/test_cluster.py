@@ -1,0 +1,68 @@
+"""The files that start a run on a cluster: their commands are taken apart as the trainer does."""
+
+import os
+import shlex
+import subprocess
+from pathlib import Path
+
+import pytest
+import yaml
+
+from moe_jax.config import parse_command_line
+from moe_jax.train.processes import Cluster, take_cluster
+
+FOLDER = Path(__file__).resolve().parents[1] / "cluster"
+
+
+def checked(words):
+    """What a command ``python -m moe_jax.train ...`` says; its fields are checked."""
+    assert words[:3] == ["python", "-m", "moe_jax.train"]
+    rest, cluster = take_cluster(words[3:])
+    config, workdir = parse_command_line(rest, usage="")
+    return cluster, config, workdir
+
+
+def arguments_of(script, program, tmp_path, **environment):
+    """The arguments with which a script calls ``program``."""
+    (tmp_path / program).write_text(f'#!/bin/sh\nprintf "%s\\0" "$@" > "{tmp_path}/arguments"\n')
+    (tmp_path / program).chmod(0o755)
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    subprocess.run([FOLDER / script], env={**os.environ, **environment, "PATH": path}, check=True)
+    return (tmp_path / "arguments").read_text().split("\0")[:-1]
+
+
+def test_slurm(tmp_path):
+    words = arguments_of("slurm.sh", "srun", tmp_path, WORKDIR="runs/a b")
+    cluster, config, workdir = checked(words)
+    assert cluster == Cluster() and config.mesh.expert == 8 and workdir == Path("runs/a b")
+
+
+def test_tpu_pod(tmp_path):
+    environment = dict(TPU="pod", ZONE="z", BUCKET="/mnt/bucket", EXPERT="4")
+    *place, command = arguments_of("tpu_pod.sh", "gcloud", tmp_path, **environment)
+    assert place[:6] == ["compute", "tpus", "tpu-vm", "ssh", "pod", "--zone"]
+    words = shlex.split(command)
+    cluster, config, workdir = checked(words[words.index("python") :])
+    assert cluster == Cluster() and config.mesh.expert == 4
+    assert workdir == Path("/mnt/bucket/runs/pod")
+
+
+def test_kubernetes():
+    service, job = yaml.safe_load_all((FOLDER / "kubernetes.yaml").read_text())
+    spec = job["spec"]["template"]["spec"]
+    [container] = spec["containers"]
+    words = shlex.split(container["args"][0].replace("$JOB_COMPLETION_INDEX", "3"))
+    assert words[0] == "exec"  # so that SIGTERM reaches it
+    cluster, config, _ = checked(words[1:])
+    assert cluster.num_processes == job["spec"]["completions"] == job["spec"]["parallelism"]
+    host = f"{job['metadata']['name']}-0.{service['metadata']['name']}"
+    assert cluster.coordinator.partition(":")[0] == host
+    assert spec["subdomain"] == service["metadata"]["name"]
+    assert service["spec"]["selector"]["job-name"] == job["metadata"]["name"]
+    gpus = container["resources"]["limits"]["nvidia.com/gpu"]
+    assert (gpus * 4) % config.mesh.expert == 0
+
+
+@pytest.mark.parametrize("script", sorted(path.name for path in FOLDER.glob("*.sh")))
+def test_scripts_are_bash(script):
+    subprocess.run(["bash", "-n", FOLDER / script], check=True)
