@@ -96,6 +96,7 @@ def test_table_json_and_pictures(workdir, capsys):
     assert page.startswith("<!") and "http" not in page.split("<body")[1]
 
 
+@pytest.mark.sweep
 def test_batch_size_does_not_matter_without_a_capacity(workdir):
     found = []
     for batch_size in (1, 7, 32):
@@ -115,6 +116,7 @@ def test_twice_the_same_to_the_bit(workdir):
     assert rows[0]["dense"]["split"] == "validation"
 
 
+@pytest.mark.sweep
 def test_another_checkpoint(workdir):
     assert evaluate.main(["--workdir", str(workdir), "--step", "2"]) == 0
     assert read(workdir)["dense"]["step"] == 2

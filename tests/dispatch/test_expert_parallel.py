@@ -26,6 +26,7 @@ MESHES = {
     "expert 2 tensor 2": (1, 1, 2, 2),
     "one device": (1, 1, 1, 1),
 }
+FIRST = "data 2 expert 4"
 T, D, F, E, K = 37, 8, 12, 8, 2  # T is no multiple of any number of shards
 
 
@@ -100,7 +101,10 @@ def on_one_device(implementation, factor, priority, skewed):
         ("sorted", 0.5, "gate", False),
     ],
 )
-@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize(
+    "mesh",
+    [name if name == FIRST else pytest.param(name, marks=pytest.mark.sweep) for name in MESHES],
+)
 def test_every_mesh_is_one_device(mesh, implementation, factor, priority, skewed):
     got = value_and_gradients(
         mesh_of(MESHES[mesh]),

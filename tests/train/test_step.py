@@ -270,6 +270,7 @@ def test_the_bias_moves_once_per_step_by_the_whole_batch(tiny):
     )
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("noise", ["input_jitter", "expert_dropout"])
 def test_remat_repeats_the_noise_of_the_forward_pass(tiny, noise):
     router = {"input_jitter": "noisy_top_k", "expert_dropout": "softmax_top_k"}[noise]
@@ -285,6 +286,7 @@ def test_remat_repeats_the_noise_of_the_forward_pass(tiny, noise):
     assert_trees_close(plain.params, remat.params, atol=1e-6)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("accumulate_steps", [2, 4])
 def test_balance_of_sequences_does_not_depend_on_the_microbatch(tiny, accumulate_steps):
     weights = AuxiliaryWeights(load_balance=1.0, z=0.0, balance_per_sequence=True)
