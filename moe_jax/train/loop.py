@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import contextlib
+import functools
 import math
 import time
 from pathlib import Path
@@ -11,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from ml_collections import ConfigDict
 
-from moe_jax.checkpoints import CheckpointError, Checkpoints, saved_steps
+from moe_jax.checkpoints import CheckpointError, Checkpoints, set_aside_damaged
 from moe_jax.train.build import (
     explain_backend,
     make_initial_state,
@@ -54,8 +55,8 @@ class Data(NamedTuple):
 def train(config: ConfigDict, directory: Path, *, stop: StopRequest, name: str = "") -> None:
     """Trains until the last step or until ``stop``; then the run's files and checkpoint are whole.
 
-    A run that has checkpoints goes on from the last one and gives the very numbers of a run that
-    was never interrupted; a finished run is left alone.
+    A run that has checkpoints goes on from the last good one and gives the very numbers of a run
+    that was never interrupted; a finished run is left alone.
 
     Args:
       config: of a single run, validated.
@@ -65,10 +66,10 @@ def train(config: ConfigDict, directory: Path, *, stop: StopRequest, name: str =
 
     Raises:
       TrainingError: the loss became NaN or infinite, or the data cannot be used.
-      CheckpointError: a checkpoint is damaged or cannot be written.
+      CheckpointError: every checkpoint is damaged, or one cannot be written.
     """
     checkpoints_directory = directory / "checkpoints"
-    done = max(saved_steps(checkpoints_directory), default=0)
+    done = set_aside_damaged(checkpoints_directory, functools.partial(print, flush=True))
     if done >= config.steps:
         print(f"{directory}: finished ({done} steps), nothing to do", flush=True)
         return

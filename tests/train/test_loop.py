@@ -177,24 +177,38 @@ def test_a_resumed_run_compiles_the_same_program(command, tmp_path, monkeypatch)
     assert len(programs) == 2 and programs[0] == programs[1]
 
 
-def test_a_damaged_checkpoint_stops_the_run_and_removes_nothing(
-    reference, command, tmp_path, capsys
+def test_a_damaged_checkpoint_costs_the_steps_since_the_one_before(
+    reference, command, tmp_path, capsys, assert_same_run
 ):
     workdir = tmp_path / "run"
     shutil.copytree(reference, workdir)
     checkpoints = workdir / "checkpoints"
-    shutil.move(checkpoints / "10", tmp_path / "10")  # as if the run had ended after 9
-    shutil.copytree(checkpoints / "9", checkpoints / "8")
-    rows = (workdir / "metrics.jsonl").read_bytes()
-    array = max((checkpoints / "9" / "params").rglob("*"), key=lambda p: p.stat().st_size)
+    array = max((checkpoints / "10" / "params").rglob("*"), key=lambda p: p.stat().st_size)
     array.write_bytes(array.read_bytes()[:-7])
     capsys.readouterr()
+    assert main(command(workdir)) == 0  # though there is a checkpoint of the last step
+    out = capsys.readouterr().out
+    assert out.startswith(f"checkpoint {checkpoints / '10'} is damaged: params/")
+    assert f" bytes; using {checkpoints / '9'} instead; it is kept as" in out.splitlines()[0]
+    assert "going on from step 9" in out and "finished 10 steps" in out
+    assert saved_steps(checkpoints) == [9, 10] and (checkpoints / "10.damaged").is_dir()
+    assert_same_run(workdir, reference, step=10)
+    assert main(command(workdir)) == 0
+    assert "finished (10 steps), nothing to do" in capsys.readouterr().out
+
+
+def test_without_a_good_checkpoint_nothing_is_trained(reference, command, tmp_path, capsys):
+    workdir = tmp_path / "run"
+    shutil.copytree(reference, workdir)
+    checkpoints = workdir / "checkpoints"
+    for step in (9, 10):
+        os.remove(checkpoints / str(step) / "files.json")
+    rows = (workdir / "metrics.jsonl").read_bytes()
     assert main(command(workdir)) == 1
     error = capsys.readouterr().err
-    assert error.startswith(f"error: checkpoint {checkpoints / '9'} is damaged: params/")
-    assert f"the last good checkpoint is {checkpoints / '8'}; move the damaged one away" in error
+    assert error.startswith(f"error: every checkpoint in {checkpoints} is damaged (10: files.json")
     assert error.count("\n") == 1
-    assert saved_steps(checkpoints) == [8, 9]
+    assert saved_steps(checkpoints) == [9, 10]
     assert (workdir / "metrics.jsonl").read_bytes() == rows
 
 
