@@ -11,6 +11,7 @@ import absl.logging
 from moe_jax.checkpoints import CheckpointError
 from moe_jax.config import ConfigError, parse_command_line, resolve_runs
 from moe_jax.train.build import explain_backend, make_run_mesh
+from moe_jax.train.feed import DataError
 from moe_jax.train.log import LogError
 from moe_jax.train.loop import TrainingError, train
 from moe_jax.train.memory import keep_freed_memory
@@ -26,7 +27,8 @@ example: python -m moe_jax.train --config configs/demo.py --workdir runs/demo --
 
 The same command again goes on from the last checkpoint in DIR, and does nothing once finished.
 SIGINT (Ctrl-C) and SIGTERM finish the step, save a checkpoint and exit; a second one exits at once.
-Exit codes: 0 finished, 1 an error (one line on stderr), 130 stopped by SIGINT, 143 by SIGTERM.
+Exit codes: 0 finished, 1 an error (one line on stderr), 75 an error that may pass (data that does
+not come or cannot be read), 130 stopped by SIGINT, 143 by SIGTERM.
 
 DIR (or DIR/VARIANT) gets config.json, metrics.jsonl, metrics.csv, routing.npz (load and dropped
 assignments by step, layer and expert), tensorboard/ and checkpoints/."""
@@ -51,6 +53,9 @@ def main(arguments: Sequence[str]) -> int:
     except (ConfigError, CheckpointError, LogError, TrainingError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
+    except DataError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return os.EX_TEMPFAIL
     except BrokenPipeError:  # the reader of the output has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
@@ -85,6 +90,7 @@ if __name__ == "__main__":
     keep_freed_memory()
     code = main(sys.argv[1:])
     sys.stdout.flush()
-    if code == 1:
-        os._exit(code)  # no clean-up: a writer on a full disk would add its own complaints
-    sys.exit(code)
+    if code:
+        # No clean-up: a writer on a full disk would add its own complaints, and a reader that hangs
+        # would be waited for.
+        os._exit(code)
