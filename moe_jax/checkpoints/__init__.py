@@ -1,6 +1,6 @@
 """Checkpoints of a run: written in the background, whole or not at all, checked when read."""
 
-from moe_jax.checkpoints.files import CheckpointError, saved_steps
+from moe_jax.checkpoints.files import CheckpointError, saved_steps, set_aside_damaged
 from moe_jax.checkpoints.manager import Checkpoints, best_step, restore_trees
 
 __all__ = [
@@ -9,4 +9,5 @@ __all__ = [
     "best_step",
     "restore_trees",
     "saved_steps",
+    "set_aside_damaged",
 ]

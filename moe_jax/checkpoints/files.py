@@ -7,11 +7,13 @@ truncated array but not a flipped bit, and fails on either in its own many ways.
 
 import json
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 
 MANIFEST = "files.json"
 # Orbax notes the time of the commit in this one afterwards; nothing is restored from it.
 _UNCHECKED = ("_CHECKPOINT_METADATA",)
+_METRICS = "metrics/"
 
 
 class CheckpointError(RuntimeError):
@@ -32,8 +34,11 @@ def write_manifest(checkpoint: Path) -> None:
     (checkpoint / MANIFEST).write_text(json.dumps(files, indent=1))
 
 
-def find_damage(checkpoint: Path) -> str | None:
-    """What is wrong with the first file that is not as ``files.json`` has it; None if all are."""
+def find_damage(checkpoint: Path, folder: str = "") -> str | None:
+    """What is wrong with the first file that is not as ``files.json`` has it; None if all are.
+
+    Only the files of ``folder`` in the checkpoint are read, if one is named.
+    """
     try:
         files = json.loads((checkpoint / MANIFEST).read_text())
         listed = [(name, size, crc) for name, (size, crc) in files.items()]
@@ -44,13 +49,18 @@ def find_damage(checkpoint: Path) -> str | None:
     if not listed:
         return f"{MANIFEST} is damaged"
     for name, size, crc in listed:
+        if not name.startswith(folder):
+            continue
         path = checkpoint / name
         if not path.is_file():
             return f"{name} is missing"
         if path.stat().st_size != size:
             return f"{name} has {path.stat().st_size} of {size} bytes"
-        if _size_and_crc(path)[1] != crc:
-            return f"{name} has changed since it was written"
+        try:
+            if _size_and_crc(path)[1] != crc:
+                return f"{name} has changed since it was written"
+        except OSError as error:  # a disk that fails
+            return f"{name} cannot be read: {error.strerror}"
     return None
 
 
@@ -68,12 +78,60 @@ def check_checkpoint(directory: Path, step: int) -> None:
         )
 
 
+def set_aside_damaged(directory: str | Path, say: Callable[[str], None] = print) -> int:
+    """Finds the newest good checkpoint, and renames the damaged ones that are newer than it.
+
+    ``40`` becomes ``40.damaged``, which is no checkpoint, so that step 40 can be saved again. Older
+    checkpoints are not read, but for their metrics: orbax reads those of all when it opens. To be
+    called before ``Checkpoints``.
+
+    Args:
+      directory: of the checkpoints.
+      say: is told of each that is renamed, in one line.
+
+    Returns:
+      The step of the newest good checkpoint; 0 where there has never been one.
+
+    Raises:
+      CheckpointError: there are checkpoints, and none is good; they stay as they are.
+    """
+    directory = Path(directory)
+    damaged, good = {}, None
+    for step in reversed(saved_steps(directory)):
+        damage = find_damage(directory / str(step), "" if good is None else _METRICS)
+        if damage:
+            damaged[step] = damage
+        elif good is None:
+            good = step
+    if good is None and damaged:
+        each = "; ".join(f"{step}: {damage}" for step, damage in damaged.items())
+        raise CheckpointError(
+            f"every checkpoint in {directory} is damaged ({each}); move the directory away to start"
+            " from step 0"
+        )
+    for step, damage in damaged.items():
+        path = directory / str(step)
+        aside = _rename_damaged(path)
+        instead = f"using {directory / str(good)} instead; " if step > good else ""
+        say(f"checkpoint {path} is damaged: {damage}; {instead}it is kept as {aside}")
+    return good or 0
+
+
 def describe_good(directory: Path, before: int) -> str:
     """Names the last undamaged checkpoint of a step below ``before``, for an error message."""
     for step in reversed(saved_steps(directory)):
         if step < before and find_damage(directory / str(step)) is None:
             return f"the last good checkpoint is {directory / str(step)}"
     return "there is no good checkpoint before it"
+
+
+def _rename_damaged(checkpoint):
+    aside = checkpoint.with_name(f"{checkpoint.name}.damaged")
+    number = 1
+    while aside.exists():
+        number += 1
+        aside = checkpoint.with_name(f"{checkpoint.name}.damaged.{number}")
+    return checkpoint.rename(aside)
 
 
 def _files(checkpoint):

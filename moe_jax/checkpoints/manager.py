@@ -37,7 +37,8 @@ class Checkpoints:
           keep_best: and this many of those with the lowest cross-entropy.
 
         Raises:
-          CheckpointError: a checkpoint in ``directory`` cannot be read.
+          CheckpointError: metrics in ``directory`` cannot be read; ``set_aside_damaged`` was not
+            called.
         """
         import orbax.checkpoint as ocp
 
@@ -118,16 +119,15 @@ class Checkpoints:
         """The trees of a saved step.
 
         Args:
-          step: one of ``saved_steps``.
+          step: a checkpoint that ``set_aside_damaged`` found good; it is not checked again.
           like: the trees with ``jax.ShapeDtypeStruct`` (or arrays) as leaves. Each array is put
             where the sharding of its leaf says, wherever it was when it was saved.
 
         Raises:
-          CheckpointError: the checkpoint is damaged, or does not fit ``like``.
+          CheckpointError: the checkpoint does not fit ``like``.
         """
         import orbax.checkpoint as ocp
 
-        check_checkpoint(self._directory, step)
         for name, tree in like.items():
             _check_fit(self._directory / str(step), name, tree)
         items = {name: ocp.args.StandardRestore(_on_device(tree)) for name, tree in like.items()}

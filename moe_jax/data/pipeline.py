@@ -10,6 +10,7 @@ Axes: B windows in a batch, L sequence length.
 import hashlib
 import json
 import os
+import weakref
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -88,7 +89,8 @@ def train_batches(
       rows: which windows of every batch this process reads, each in 0..B-1; None: all.
 
     Returns:
-      An iterator of ``{"tokens": i32[len(rows), L+1]}``. It reads ahead in threads.
+      An iterator of ``{"tokens": i32[len(rows), L+1]}``. It reads ahead in threads, and raises a
+      ValueError once the file of the tokens has been cut.
 
     Raises:
       ValueError: an argument that is not allowed, or too few tokens for one batch.
@@ -155,16 +157,29 @@ def _evaluation_batches(
 
 
 class _Windows:
-    """The whole windows of a flat array, as a source for grain."""
+    """The whole windows of a flat array, as a source for grain.
+
+    Raises ValueError where the file of a memory-mapped array has been cut since: to touch a page
+    beyond its end would kill the process (SIGBUS).
+    """
 
     def __init__(self, flat: np.ndarray, length: int):
         self._flat = flat
         self._length = length
+        self._file = None
+        if isinstance(flat, np.memmap):
+            self._file = open(flat.filename, "rb")  # the one that is mapped, whatever its name is
+            weakref.finalize(self, self._file.close)
+            self._size = os.fstat(self._file.fileno()).st_size
 
     def __len__(self) -> int:
         return (len(self._flat) - 1) // self._length
 
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
+        if self._file is not None:
+            size = os.fstat(self._file.fileno()).st_size
+            if size < self._size:
+                raise ValueError(f"{self._flat.filename} has {size} of {self._size} bytes")
         start = index * self._length
         return {"tokens": self._flat[start : start + self._length + 1].astype(np.int32)}
 

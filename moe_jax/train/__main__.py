@@ -12,6 +12,7 @@ import absl.logging
 from moe_jax.checkpoints import CheckpointError
 from moe_jax.config import ConfigError, parse_command_line, resolve_runs
 from moe_jax.train.build import explain_backend, make_run_mesh
+from moe_jax.train.feed import DataError
 from moe_jax.train.log import LogError
 from moe_jax.train.loop import TrainingError, train
 from moe_jax.train.memory import keep_freed_memory
@@ -30,8 +31,9 @@ example: python -m moe_jax.train --config configs/demo.py --workdir runs/demo --
 
 The same command again goes on from the last checkpoint in DIR, and does nothing once finished.
 SIGINT (Ctrl-C) and SIGTERM finish the step, save a checkpoint and exit; a second one exits at once.
-Exit codes: 0 finished, 1 an error (one line on stderr), 75 another process of the run is gone, 130
-stopped by SIGINT, 143 by SIGTERM.
+Exit codes: 0 finished, 1 an error (one line on stderr), 75 an error that may pass (data that does
+not come or cannot be read, another process of the run is gone), 130 stopped by SIGINT, 143 by
+SIGTERM.
 
 DIR (or DIR/VARIANT) gets config.json, metrics.jsonl, metrics.csv, routing.npz (load and dropped
 assignments by step, layer and expert), tensorboard/ and checkpoints/.
@@ -39,9 +41,6 @@ assignments by step, layer and expert), tensorboard/ and checkpoints/.
 """
     + PROCESSES_USAGE
 )
-
-# EX_TEMPFAIL of sysexits.h: the same command may well succeed.
-LOST_PROCESS = 75
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -64,7 +63,10 @@ def main(arguments: Sequence[str]) -> int:
                     break
     except (ConfigError, CheckpointError, LogError, TrainingError) as error:
         print(f"error: {error}", file=sys.stderr)
-        return LOST_PROCESS if is_lost(error) else 1
+        return os.EX_TEMPFAIL if is_lost(error) else 1
+    except DataError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return os.EX_TEMPFAIL
     except BrokenPipeError:  # the reader of the output has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
@@ -77,7 +79,7 @@ def main(arguments: Sequence[str]) -> int:
         if not is_lost(error):
             raise
         print(f"error: another process of this run is gone: {one_line(error)}", file=sys.stderr)
-        return LOST_PROCESS
+        return os.EX_TEMPFAIL
     if stop.signal and is_first():
         command = shlex.join(["python", "-m", "moe_jax.train", *arguments])
         print(f"stopped; to go on, run the same command again:\n  {command}", flush=True)
@@ -102,9 +104,9 @@ def _silence_libraries():
 def leave(code: int) -> NoReturn:
     """Ends the process with an exit code of ``main``."""
     sys.stdout.flush()
-    if code in (1, LOST_PROCESS):
-        # No clean-up: a writer on a full disk would add its own complaints, and a process that is
-        # gone would be waited for.
+    if code:
+        # No clean-up: a writer on a full disk would add its own complaints, and a reader that hangs
+        # or a process that is gone would be waited for.
         sys.stderr.flush()
         os._exit(code)
     sys.exit(code)

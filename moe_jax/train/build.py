@@ -208,4 +208,5 @@ def make_initial_state(config: ConfigDict, model: LanguageModel) -> TrainState:
     key, init_key = jax.random.split(jax.random.key(config.seed))
     # The parameters do not depend on the length, but a short sequence is quicker to trace.
     variables = model.init(init_key, jnp.zeros((1, 2), jnp.int32))
-    return initial_state(variables, make_optimizer_of(config), key)
+    skip = config.on_nonfinite == "skip"
+    return initial_state(variables, make_optimizer_of(config), key, skip_nonfinite=skip)

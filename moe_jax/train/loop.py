@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import contextlib
+import functools
 import math
 import time
 from pathlib import Path
@@ -11,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from ml_collections import ConfigDict
 
-from moe_jax.checkpoints import CheckpointError, Checkpoints, saved_steps
+from moe_jax.checkpoints import CheckpointError, Checkpoints, saved_steps, set_aside_damaged
 from moe_jax.train.build import (
     explain_backend,
     make_initial_state,
@@ -23,6 +24,7 @@ from moe_jax.train.build import (
     make_weights,
 )
 from moe_jax.train.evaluation import bytes_per_token, evaluate_split
+from moe_jax.train.feed import DataError, Feed
 from moe_jax.train.log import NoLog, RunLog
 from moe_jax.train.metrics import Metrics, train_scalars
 from moe_jax.train.placement import Placement
@@ -55,8 +57,8 @@ class Data(NamedTuple):
 def train(config: ConfigDict, directory: Path, *, stop: StopRequest, name: str = "") -> None:
     """Trains until the last step or until ``stop``; then the run's files and checkpoint are whole.
 
-    A run that has checkpoints goes on from the last one and gives the very numbers of a run that
-    was never interrupted; a finished run is left alone.
+    A run that has checkpoints goes on from the last good one and gives the very numbers of a run
+    that was never interrupted; a finished run is left alone.
 
     Args:
       config: of a single run, validated.
@@ -65,12 +67,17 @@ def train(config: ConfigDict, directory: Path, *, stop: StopRequest, name: str =
       name: of the run, for messages.
 
     Raises:
-      TrainingError: the loss became NaN or infinite, or the data cannot be used.
-      CheckpointError: a checkpoint is damaged or cannot be written.
+      TrainingError: the loss became NaN or infinite, more often than it may, or the data cannot be
+        used.
+      DataError: a batch did not come in time, or could not be read.
+      CheckpointError: every checkpoint is damaged, or one cannot be written.
     """
     checkpoints_directory = directory / "checkpoints"
+    if is_first():
+        done = set_aside_damaged(checkpoints_directory, functools.partial(print, flush=True))
     wait_for_all("the checkpoints")
-    done = max(saved_steps(checkpoints_directory), default=0)
+    if not is_first():
+        done = max(saved_steps(checkpoints_directory), default=0)
     if done >= config.steps:
         if is_first():
             print(f"{directory}: finished ({done} steps), nothing to do", flush=True)
@@ -93,15 +100,22 @@ def train(config: ConfigDict, directory: Path, *, stop: StopRequest, name: str =
                 progress.say(f"going on from step {done}")
             else:
                 state = _first_state(config, model, placement)
-            with RunLog(directory, step=done) if is_first() else NoLog(directory) as log:
-                run = _Run(config, model, data, checkpoints, log, progress, placement)
-                run.train(state, batches, stop)
+            feed = Feed(
+                batches,
+                source=f"data.dataset {config.data.dataset}",
+                timeout_seconds=config.data.timeout_seconds,
+                say=progress.say,
+            )
+            log = RunLog(directory, step=done) if is_first() else NoLog(directory)
+            with contextlib.closing(feed), log:
+                run = _Run(config, model, data, checkpoints, log, progress, placement, feed)
+                run.train(state, stop)
 
 
 class _Run:
     """The parts of a run that its steps need."""
 
-    def __init__(self, config, model, data, checkpoints, log, progress, placement):
+    def __init__(self, config, model, data, checkpoints, log, progress, placement, feed):
         self._config = config
         self._placement = placement
         self._model = model
@@ -110,18 +124,24 @@ class _Run:
         self._checkpoints = checkpoints
         self._log = log
         self._progress = progress
+        self._feed = feed
         self._timer = None  # (step, time) from which the throughput is measured
+        self._idle_before = 0.0  # idle_seconds of the feed then
 
-    def train(self, state: TrainState, batches, stop: StopRequest) -> None:
+    def train(self, state: TrainState, stop: StopRequest) -> None:
         config = self._config
         step = saved = int(state.step)
         train_step = self._compile(state)
         self._progress.start(step)
         self._timer = (step, time.perf_counter())
+        self._skipped = 0 if state.skipped is None else int(state.skipped.total)
         previous = None
         stopping = SharedStop(stop, self._placement.mesh)
         while step < config.steps and not stopping():
-            batch = self._placement.put(next(batches), config.data.batch_size)
+            batch = self._next_batch(step + 1, previous, stop)
+            if batch is None:
+                break
+            batch = self._placement.put(batch, config.data.batch_size)
             state, metrics = train_step(state, batch)
             step += 1
             # One step behind, so that the device is never without work.
@@ -182,14 +202,35 @@ class _Run:
             options = self._placement.compiler_options()
             return step.lower(*shapes).compile(compiler_options=options)
 
+    def _next_batch(self, step, previous, stop):
+        """The batch for ``step``; None if the run is to stop instead."""
+
+        def busy():
+            return previous is not None and not previous.loss.is_ready()
+
+        def stopped():
+            # Several processes stop together, after a step.
+            return stop.signal is not None and jax.process_count() == 1
+
+        try:
+            return self._feed.next(stopped=stopped, busy=busy, step=step)
+        except DataError as error:
+            good = self._checkpoints.last_good(before=step)
+            raise DataError(f"{error}, training stopped; {good}") from error
+
     def _write_metrics(self, step, metrics):
         self._require_finite(step, metrics)
         metrics = jax.device_get(metrics)
         first, began = self._timer
         num_tokens = (step - first) * self._config.data.batch_size
         num_tokens *= self._config.data.sequence_length
-        tokens_per_second = num_tokens / (time.perf_counter() - began)
-        scalars = train_scalars(metrics) | {"tokens_per_second": tokens_per_second}
+        seconds = time.perf_counter() - began
+        tokens_per_second = num_tokens / seconds
+        scalars = train_scalars(metrics) | {
+            "tokens_per_second": tokens_per_second,
+            "data_wait_fraction": (self._feed.idle_seconds - self._idle_before) / seconds,
+        }
+        self._idle_before = self._feed.idle_seconds
         self._log.write_scalars(step, "train", scalars)
         if metrics.routing is not None:
             self._log.write_routing(step, metrics.routing.load, metrics.routing.dropped)
@@ -231,10 +272,21 @@ class _Run:
                 raise TrainingError(f"{error}; {good}") from None
 
     def _require_finite(self, step, metrics: Metrics):
-        """Waits for the step and checks its numbers."""
+        """Waits for the step and checks its numbers; some that were skipped may pass."""
         for name, value in (("loss", metrics.loss), ("gradient norm", metrics.gradient_norm)):
-            if not math.isfinite(value):
+            if math.isfinite(value):
+                continue
+            if not self._may_skip(metrics.skipped):
                 raise TrainingError(self._stopped(step, name, float(value)))
+            if metrics.skipped.total > self._skipped:
+                self._skipped = int(metrics.skipped.total)
+                self._progress.say(
+                    f"step {step}: the {name} is {float(value)}, its update is skipped"
+                    f" ({self._skipped} so far)"
+                )
+
+    def _may_skip(self, skipped):
+        return skipped is not None and skipped.in_a_row < self._config.max_skipped_in_a_row
 
     def _stopped(self, step, name, value):
         good = self._checkpoints.last_good(before=step)
@@ -308,5 +360,7 @@ def _restore(config, model, checkpoints, step, placement):
 def _trees(state):
     """The named trees of a checkpoint; by themselves those that evaluation needs."""
     training = {"step": state.step, "opt_state": state.opt_state, "key": state.key}
+    if state.skipped is not None:
+        training["skipped"] = state.skipped
     trees = {"params": state.params, "training": training}
     return trees | ({"router_state": state.router_state} if state.router_state else {})

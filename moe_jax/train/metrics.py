@@ -10,6 +10,7 @@ import jax
 import numpy as np
 
 from moe_jax.routing import RoutingStatistics
+from moe_jax.train.state import Skipped
 
 
 class Metrics(NamedTuple):
@@ -28,6 +29,7 @@ class Metrics(NamedTuple):
       num_tokens: i32[], valid target tokens of the batch.
       report: what the routing method says of itself after the step, by name, f32[], means over
         layers.
+      skipped: i32[] each, up to this step; None where nothing is skipped.
     """
 
     loss: jax.Array
@@ -40,6 +42,7 @@ class Metrics(NamedTuple):
     learning_rate: jax.Array
     num_tokens: jax.Array
     report: dict[str, jax.Array]
+    skipped: Skipped | None = None
 
 
 def train_scalars(metrics: Metrics) -> dict[str, float]:
@@ -51,6 +54,8 @@ def train_scalars(metrics: Metrics) -> dict[str, float]:
         "gradient_norm": metrics.gradient_norm,
         "learning_rate": metrics.learning_rate,
     }
+    if metrics.skipped is not None:
+        scalars["skipped_steps"] = metrics.skipped.total
     if metrics.routing is not None:
         if metrics.load_balance is not None:
             scalars["load_balance"] = metrics.load_balance

@@ -26,7 +26,7 @@ from moe_jax.routing import (
     z_loss,
 )
 from moe_jax.train.metrics import Metrics
-from moe_jax.train.state import TrainState
+from moe_jax.train.state import Skipped, TrainState
 
 Batch = dict[str, jax.Array]
 
@@ -92,6 +92,9 @@ def make_train_step(
     gradient do not depend on ``accumulate_steps``. An auxiliary loss does, since it is taken of
     each microbatch by itself (their mean counts by tokens): balance is asked of every microbatch.
 
+    Where the state counts skipped steps, one whose loss or gradient is not finite changes nothing
+    but the counts and the step; the learning rate goes on with the updates, not with the steps.
+
     Args:
       model: called as ``LanguageModel``.
       optimizer: whose learning rate is that of ``schedule``, which is only reported here.
@@ -131,15 +134,19 @@ def make_train_step(
             progress = (state.step + 1) / steps
             observed = Observed(sums.load, total, jnp.asarray(progress, jnp.float32))
             router_state, report = _update_routers(method, router_state, params, observed)
+        made = state.step if state.skipped is None else state.step - state.skipped.total
         metrics = _metrics(
             sums,
             weights,
             gradient_norm=optax.tree.norm(gradient),
-            learning_rate=jnp.asarray(schedule(state.step), jnp.float32),
+            learning_rate=jnp.asarray(schedule(made), jnp.float32),
             num_tokens=total,
             report=report,
         )
-        return TrainState(state.step + 1, params, router_state, opt_state, state.key), metrics
+        new = TrainState(state.step + 1, params, router_state, opt_state, state.key)
+        if state.skipped is not None:
+            new = _skip_nonfinite(new, state, metrics)
+        return new, metrics._replace(skipped=new.skipped)
 
     if state_shardings is None:
         return jax.jit(step, donate_argnums=0)
@@ -227,6 +234,15 @@ def _update_routers(method, router_state, params, observed):
         router_state = unstack_routers({"state": state}, router_state)
     report = jax.vmap(method.report)(weights, state) if weights or state else {}
     return router_state, jax.tree.map(jnp.mean, report)
+
+
+def _skip_nonfinite(new, old, metrics):
+    """``new``, or the ``old`` state one step on if the step's numbers are not finite."""
+    finite = jnp.isfinite(metrics.loss) & jnp.isfinite(metrics.gradient_norm)
+    in_a_row = jnp.where(finite, 0, old.skipped.in_a_row + 1)
+    skipped = Skipped(old.skipped.total + ~finite, in_a_row)
+    kept = jax.tree.map(lambda a, b: jnp.where(finite, a, b), new._replace(skipped=skipped), old)
+    return kept._replace(step=new.step, skipped=skipped)
 
 
 def _metrics(sums, weights, *, num_tokens, **others):

@@ -18,6 +18,7 @@ from moe_jax.checkpoints import (
     manager,
     restore_trees,
     saved_steps,
+    set_aside_damaged,
 )
 from moe_jax.checkpoints.files import find_damage
 
@@ -44,6 +45,11 @@ def assert_same_bits(a, b):
     for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
         assert x.dtype == y.dtype
         np.testing.assert_array_equal(np.asarray(x), np.asarray(y))
+
+
+def read_files(directory):
+    files = (p for p in directory.rglob("*") if p.is_file())
+    return {str(p.relative_to(directory)): p.read_bytes() for p in files}
 
 
 @pytest.fixture(scope="module")
@@ -160,18 +166,63 @@ def test_any_damaged_file_is_found_and_the_good_checkpoint_named(saved, tmp_path
     )
 
 
-def test_a_run_does_not_start_on_a_damaged_checkpoint(saved, tmp_path):
+@pytest.mark.parametrize(
+    "name, damage",
+    [
+        ("metrics/metrics", damage_empty),
+        ("params/manifest.ocdbt", damage_half),
+        ("params/manifest.ocdbt", damage_bit),
+        ("training/_METADATA", os.remove),
+        ("files.json", damage_bit),
+        ("files.json", os.remove),
+    ],
+)
+def test_a_damaged_checkpoint_is_set_aside(saved, tmp_path, name, damage):
     shutil.copytree(saved, tmp_path, dirs_exist_ok=True)
-    damage_empty(tmp_path / "2" / "metrics" / "metrics")
-    with pytest.raises(CheckpointError, match="2 is damaged: metrics/metrics has 0 of"):
-        open_checkpoints(tmp_path)
-    shutil.copytree(saved, tmp_path, dirs_exist_ok=True)
-    damage_half(next(p for p in (tmp_path / "2" / "params").rglob("*") if p.is_file()))
+    damage(tmp_path / "2" / name)
+    before = read_files(tmp_path / "2")
+    said = []
+    assert set_aside_damaged(tmp_path, said.append) == 1
+    [line] = said
+    # A flipped bit in the list of files looks like another damage.
+    shown = "" if (name, damage) == ("files.json", damage_bit) else f"{name} "
+    assert line.startswith(f"checkpoint {tmp_path / '2'} is damaged: {shown}")
+    assert f"; using {tmp_path / '1'} instead; it is kept as {tmp_path / '2.damaged'}" in line
+    assert saved_steps(tmp_path) == [1] and read_files(tmp_path / "2.damaged") == before
     with open_checkpoints(tmp_path) as checkpoints:
-        with pytest.raises(CheckpointError, match="2 is damaged: params/.* has"):
-            checkpoints.restore(2, jax.eval_shape(lambda: make_trees(0)))
         restored = checkpoints.restore(1, jax.eval_shape(lambda: make_trees(0)))
+        checkpoints.save(2, make_trees(2), cross_entropy=0.5)
     assert_same_bits(restored, make_trees(1))
+    assert sorted(os.listdir(tmp_path)) == ["1", "2", "2.damaged"]
+    assert best_step(tmp_path) == 2 and find_damage(tmp_path / "2") is None
+    # And a second time, with the name taken.
+    damage(tmp_path / "2" / name)
+    assert set_aside_damaged(tmp_path, said.append) == 1
+    assert sorted(os.listdir(tmp_path)) == ["1", "2.damaged", "2.damaged.2"]
+
+
+def test_good_checkpoints_are_left_alone_and_older_ones_not_read(saved, tmp_path):
+    assert set_aside_damaged(tmp_path / "none") == 0
+    shutil.copytree(saved, tmp_path, dirs_exist_ok=True)
+    damage_bit(tmp_path / "1" / "params" / "manifest.ocdbt")
+    said = []
+    assert set_aside_damaged(tmp_path, said.append) == 2 and said == []
+    damage_bit(tmp_path / "1" / "metrics" / "metrics")  # which orbax reads when it opens
+    assert set_aside_damaged(tmp_path, said.append) == 2
+    assert said[0].endswith(f"since it was written; it is kept as {tmp_path / '1.damaged'}")
+    assert saved_steps(tmp_path) == [2]
+
+
+def test_without_a_good_checkpoint_all_stay_and_are_named(saved, tmp_path):
+    shutil.copytree(saved, tmp_path, dirs_exist_ok=True)
+    for step in ("1", "2"):
+        damage_empty(tmp_path / step / "params" / "manifest.ocdbt")
+    with pytest.raises(CheckpointError) as caught:
+        set_aside_damaged(tmp_path)
+    message = str(caught.value)
+    assert message.startswith(f"every checkpoint in {tmp_path} is damaged (2: params/manifest")
+    assert "; 1: params/manifest.ocdbt has 0 of" in message and "\n" not in message
+    assert saved_steps(tmp_path) == [1, 2]
 
 
 @pytest.mark.parametrize(

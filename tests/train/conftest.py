@@ -103,11 +103,12 @@ def arrays_of():
 
 @pytest.fixture(scope="session")
 def rows_of():
-    """(run) -> the rows of metrics, without the one number that is a matter of time."""
+    """(run) -> the rows of metrics, without the numbers that are a matter of time."""
+    of_time = ("tokens_per_second", "data_wait_fraction")
 
     def read(run):
         rows = read_metrics(run)
-        return [{k: v for k, v in row.items() if k != "tokens_per_second"} for row in rows]
+        return [{k: v for k, v in row.items() if k not in of_time} for row in rows]
 
     return read
 

@@ -6,13 +6,15 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import types
 
 import numpy as np
 import pytest
 
-from moe_jax.checkpoints import best_step, saved_steps
-from moe_jax.train import loop
+from moe_jax.checkpoints import Checkpoints, best_step, saved_steps
+from moe_jax.data import pipeline
+from moe_jax.train import feed, loop
 from moe_jax.train.__main__ import main
 from moe_jax.train.log import RunLog
 
@@ -154,6 +156,132 @@ def test_a_state_that_is_not_finite_is_not_saved(command, tmp_path, capsys):
     assert saved_steps(tmp_path / "checkpoints") == []
 
 
+@pytest.fixture
+def bad_batches(monkeypatch):
+    """(numbers) -> those batches have a token that the vocabulary has not, counted from 1."""
+
+    def spoil(*numbers):
+        train_batches = pipeline.train_batches
+
+        def spoilt(*args, start=0, **kwargs):
+            for number, batch in enumerate(train_batches(*args, start=start, **kwargs), start + 1):
+                if number in numbers:
+                    batch["tokens"][0, 3] = 60000
+                yield batch
+
+        monkeypatch.setattr(pipeline, "train_batches", spoilt)
+
+    return spoil
+
+
+SKIP = ("--config.on_nonfinite=skip", "--config.max_skipped_in_a_row=3")
+
+
+def test_steps_that_are_not_finite_are_skipped_and_counted(
+    bad_batches, command, tmp_path, capfd, rows_of, assert_same_run, monkeypatch
+):
+    bad_batches(3, 7, 8)
+    line = command(tmp_path / "whole", *SKIP)
+    assert main(line) == 0
+    out = capfd.readouterr().out
+    for said in ("step 3: the loss is nan, its update is skipped (1 so far)", "step 8: the loss"):
+        assert out.count(said) == 1
+    rows = [row for row in rows_of(tmp_path / "whole") if row["split"] == "train"]
+    assert [row["skipped_steps"] for row in rows] == [0, 1, 1, 3, 3]  # of steps 2, 4, 6, 8, 10
+    assert [row["loss"] is None for row in rows] == [False, False, False, True, False]
+
+    # The counts go on where they were: here with a checkpoint between the two in a row.
+    save = Checkpoints.save
+
+    def save_and_signal(self, step, *args, **kwargs):
+        save(self, step, *args, **kwargs)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    line = command(tmp_path / "parts", *SKIP, "--config.checkpoint_every_steps=7")
+    with monkeypatch.context() as patch:
+        patch.setattr(Checkpoints, "save", save_and_signal)
+        assert main(line) == 128 + signal.SIGTERM
+    assert saved_steps(tmp_path / "parts" / "checkpoints") == [7]
+    assert main(line) == 0
+    assert_same_run(tmp_path / "parts", tmp_path / "whole", step=10)
+
+
+def test_too_many_skipped_steps_in_a_row_end_the_run(bad_batches, command, tmp_path, capsys):
+    bad_batches(2, 4, 5, 6)
+    assert main(command(tmp_path, *SKIP, "--config.checkpoint_every_steps=5")) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("error: step 6: the loss is nan, training stopped; the last good")
+    assert error.endswith(f" checkpoint is {tmp_path / 'checkpoints' / '5'}\n")
+    assert saved_steps(tmp_path / "checkpoints") == [5]
+
+
+@pytest.fixture
+def hanging_batches(monkeypatch):
+    """The batches after the fifth do not come; the test may set what is given to it."""
+    train_batches, came = pipeline.train_batches, threading.Event()
+
+    def hang(*args, start=0, **kwargs):
+        for number, batch in enumerate(train_batches(*args, start=start, **kwargs), start + 1):
+            if number == 6:
+                came.wait()
+            yield batch
+
+    monkeypatch.setattr(pipeline, "train_batches", hang)
+    yield came
+    came.set()
+
+
+def test_data_that_does_not_come_ends_the_run(hanging_batches, command, tmp_path, capsys):
+    line = command(tmp_path, "--config.data.timeout_seconds=3", kind="dense")
+    assert main(line) == os.EX_TEMPFAIL == 75
+    assert capsys.readouterr().err == (
+        "error: step 6: no batch of data.dataset sotu in 3 s (data.timeout_seconds), training"
+        f" stopped; the last good checkpoint is {tmp_path / 'checkpoints' / '3'}\n"
+    )
+    assert saved_steps(tmp_path / "checkpoints") == [3]
+
+
+def test_a_signal_while_waiting_for_data_stops_and_saves(
+    reference, hanging_batches, command, tmp_path, capfd, monkeypatch, assert_same_run
+):
+    monkeypatch.setattr(feed, "_SAY_EVERY_SECONDS", 0.2)
+
+    def say_and_signal(self, text):
+        if text.startswith("waiting for data since"):
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(loop.Progress, "say", say_and_signal)
+        assert main(command(tmp_path)) == 128 + signal.SIGTERM
+    assert saved_steps(tmp_path / "checkpoints") == [3, 5]
+    hanging_batches.set()
+    # What is of a machine may change.
+    assert main(command(tmp_path, "--config.data.timeout_seconds=0")) == 0
+    assert_same_run(tmp_path, reference, step=10)
+
+
+def test_data_cut_behind_a_run_is_named(command, session_dir, tmp_path, monkeypatch, capsys):
+    cache = tmp_path / "cache"
+    shutil.copytree(session_dir / "cache", cache)
+    [tokens] = (cache / "tokens").glob("sotu-*-train-byte.npy")
+    write = RunLog.write_scalars
+
+    def write_and_cut(self, step, split, scalars):
+        write(self, step, split, scalars)
+        os.truncate(tokens, 5000)
+
+    monkeypatch.setattr(RunLog, "write_scalars", write_and_cut)
+    long = ["--config.steps=60", "--config.evaluate_every_steps=60"]  # nine batches are read ahead
+    line = command(tmp_path / "run", *long, f"--config.data.cache_dir={cache}", kind="dense")
+    assert main(line) == os.EX_TEMPFAIL
+    error = capsys.readouterr().err
+    assert re.fullmatch(
+        rf"error: step \d+: data.dataset sotu cannot be read: {tokens} has 5000 of \d+ bytes,"
+        rf" training stopped; the last good checkpoint is {tmp_path}/run/checkpoints/\d+\n",
+        error,
+    ), error
+
+
 def test_a_resumed_run_compiles_the_same_program(command, tmp_path, monkeypatch):
     programs = []
     make_train_step = loop.make_train_step
@@ -177,24 +305,38 @@ def test_a_resumed_run_compiles_the_same_program(command, tmp_path, monkeypatch)
     assert len(programs) == 2 and programs[0] == programs[1]
 
 
-def test_a_damaged_checkpoint_stops_the_run_and_removes_nothing(
-    reference, command, tmp_path, capsys
+def test_a_damaged_checkpoint_costs_the_steps_since_the_one_before(
+    reference, command, tmp_path, capsys, assert_same_run
 ):
     workdir = tmp_path / "run"
     shutil.copytree(reference, workdir)
     checkpoints = workdir / "checkpoints"
-    shutil.move(checkpoints / "10", tmp_path / "10")  # as if the run had ended after 9
-    shutil.copytree(checkpoints / "9", checkpoints / "8")
-    rows = (workdir / "metrics.jsonl").read_bytes()
-    array = max((checkpoints / "9" / "params").rglob("*"), key=lambda p: p.stat().st_size)
+    array = max((checkpoints / "10" / "params").rglob("*"), key=lambda p: p.stat().st_size)
     array.write_bytes(array.read_bytes()[:-7])
     capsys.readouterr()
+    assert main(command(workdir)) == 0  # though there is a checkpoint of the last step
+    out = capsys.readouterr().out
+    assert out.startswith(f"checkpoint {checkpoints / '10'} is damaged: params/")
+    assert f" bytes; using {checkpoints / '9'} instead; it is kept as" in out.splitlines()[0]
+    assert "going on from step 9" in out and "finished 10 steps" in out
+    assert saved_steps(checkpoints) == [9, 10] and (checkpoints / "10.damaged").is_dir()
+    assert_same_run(workdir, reference, step=10)
+    assert main(command(workdir)) == 0
+    assert "finished (10 steps), nothing to do" in capsys.readouterr().out
+
+
+def test_without_a_good_checkpoint_nothing_is_trained(reference, command, tmp_path, capsys):
+    workdir = tmp_path / "run"
+    shutil.copytree(reference, workdir)
+    checkpoints = workdir / "checkpoints"
+    for step in (9, 10):
+        os.remove(checkpoints / str(step) / "files.json")
+    rows = (workdir / "metrics.jsonl").read_bytes()
     assert main(command(workdir)) == 1
     error = capsys.readouterr().err
-    assert error.startswith(f"error: checkpoint {checkpoints / '9'} is damaged: params/")
-    assert f"the last good checkpoint is {checkpoints / '8'}; move the damaged one away" in error
+    assert error.startswith(f"error: every checkpoint in {checkpoints} is damaged (10: files.json")
     assert error.count("\n") == 1
-    assert saved_steps(checkpoints) == [8, 9]
+    assert saved_steps(checkpoints) == [9, 10]
     assert (workdir / "metrics.jsonl").read_bytes() == rows
 
 

@@ -47,6 +47,8 @@ REFUSED = [
     ("--config.data.tokenizer=word", "config.data.tokenizer: got word; allowed: bpe, byte"),
     ("--config.data.dataset=pile", "config.data.dataset: got pile; allowed: sotu"),
     ("--config.data.vocab_size=256", "config.data.vocab_size: got 256; allowed: 257..65535"),
+    ("--config.data.timeout_seconds=-1", "data.timeout_seconds: got -1.0; allowed: numbers >= 0"),
+    ("--config.on_nonfinite=ignore", "config.on_nonfinite: got ignore; allowed: stop, skip"),
     ("--config.optimizer.learning_rate=nan", "optimizer.learning_rate: got nan; allowed"),
     ("--config.optimizer.warmup_steps=10", "optimizer.warmup_steps: got 10; allowed: 0..9"),
     ("--config.optimizer.accumulate_steps=3", "accumulate_steps: got 3; allowed: divisors of 4"),

@@ -326,3 +326,35 @@ def test_soft_methods_have_no_load_balance(tiny):
     _, metrics = stepped(config, random_batch(holes=True))
     assert metrics.load_balance is None and np.isfinite(metrics.loss)
     assert metrics.routing.load.shape == (2, 4)
+
+
+def test_a_step_that_is_not_finite_changes_nothing_but_the_counts(tiny):
+    # A router with a state, an optimizer with moments.
+    config = tiny(router="sigmoid_top_k")
+    model = make_model(config, VOCAB)
+    optimizer, schedule, method = optax.adam(0.1), lambda count: 0.5 * count, make_method(config)
+    initial = jax.jit(lambda: make_initial_state(config, model).variables)()
+
+    def start(skip_nonfinite):
+        variables = jax.tree.map(jnp.array, initial)
+        return initial_state(variables, optimizer, jax.random.key(5), skip_nonfinite=skip_nonfinite)
+
+    step = make_train_step(model, optimizer, schedule, NONE, method=method, steps=10)
+    good, bad = random_batch(), random_batch()
+    bad["tokens"][1, 3] = 60000  # no row of the embedding: NaN
+
+    state, metrics = step(start(True), good)
+    plain, _ = step(start(False), good)
+    assert metrics.skipped == (0, 0) and plain.skipped is None
+    jax.tree.map(np.testing.assert_array_equal, state._replace(skipped=None), plain)
+    before = jax.tree.map(np.asarray, state)
+    for times in (1, 2):
+        state, metrics = step(state, bad)
+        assert np.isnan(metrics.loss) and metrics.skipped == (times, times)
+        assert metrics.learning_rate == 0.5  # of the second update, which is still to come
+        assert state.step == 1 + times
+        after = state._replace(step=before.step, skipped=before.skipped)
+        jax.tree.map(np.testing.assert_array_equal, after, before)
+    state, metrics = step(state, good)
+    assert np.isfinite(metrics.loss) and metrics.skipped == (2, 0) and metrics.learning_rate == 0.5
+    assert optax.tree.get(state.opt_state, "count") == 2 and state.step == 4
