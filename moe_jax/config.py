@@ -23,6 +23,7 @@ from moe_jax.routing import (
     ConstantGateWarning,
     ExpertMerge,
     SoftChoice,
+    TokenChoice,
     default_arguments,
     make_router,
 )
@@ -522,6 +523,10 @@ def _check_router(run, refuse):
         argument = str(error).partition(":")[0]
         section = f"routers.{run.router}" if argument in arguments else "moe"
         raise ConfigError(f"config.{section}.{error}") from None
+    if moe.capacity_scope == "shard" and (
+        moe.implementation == "einsum" or method.choice_type is not TokenChoice
+    ):
+        refuse("moe.capacity_scope", "batch with einsum, and where tokens do not choose")
     if method.sees_future == "always" and not moe.allow_future_leak:
         refuse(
             "router",

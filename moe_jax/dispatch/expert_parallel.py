@@ -94,11 +94,8 @@ def expert_parallel_moe(
     Raises:
       ValueError: there is no such mesh, E or f or the nodes do not fit it.
     """
-    num_experts, num_tokens, num_shards = (
-        experts["w_in"].shape[0],
-        x.shape[0],
-        _check(parallel, experts),
-    )
+    num_shards = _check(parallel, experts)
+    num_experts, num_tokens = experts["w_in"].shape[0], x.shape[0]
     padding = -num_tokens % num_shards
     x, gate = (jnp.pad(array, ((0, padding), (0, 0))) for array in (x, gate))
     expert = jnp.pad(expert, ((0, padding), (0, 0)), constant_values=num_experts)

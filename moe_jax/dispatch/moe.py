@@ -98,6 +98,8 @@ def moe(
     check_index(expert.size, "assignments T*K")
     select_backend = functools.partial(select, _dtype(x, experts), experts["w_in"].shape[1:])
     if implementation == "einsum":
+        if parallel is not None and parallel.capacity_scope == "shard" and capacity is not None:
+            raise ValueError("parallel.capacity_scope: got 'shard'; allowed with einsum: batch")
         parallel, backend = None, select_backend(None)  # XLA's on every device
     else:
         backend = select_backend(backend)

@@ -85,12 +85,10 @@ def make_run_mesh(config: ConfigDict) -> Mesh | None:
     sizes = config.mesh
     try:
         mesh = make_mesh(data=sizes.data, fsdp=sizes.fsdp, expert=sizes.expert, tensor=sizes.tensor)
-        if mesh.size == 1:
-            return None
         _check_mesh(config, mesh)
     except MeshError as error:
         raise ConfigError(f"config.{error}") from None
-    return mesh
+    return mesh if mesh.size > 1 else None
 
 
 def _check_mesh(config, mesh):
@@ -104,7 +102,7 @@ def _check_mesh(config, mesh):
         raise ConfigError(
             f"config.{what}: got {microbatch}; allowed with data {mesh.shape['data']} x fsdp"
             f" {mesh.shape['fsdp']} x expert {mesh.shape['expert']} = {shards} devices that share"
-            f" the batch: multiples of {shards}, or a smaller config.mesh.data"
+            f" the batch: multiples of {shards}, or smaller sizes in config.mesh"
         )
     for axis, name, number in (
         ("expert", "moe.num_experts", config.moe.num_experts),

@@ -258,6 +258,9 @@ def test_a_mesh_that_does_not_fit():
     six = {name: weight[:6] for name, weight in experts.items()}
     sixth = softmax_top_k(logits[:, :6], K)
     narrow = {"w_in": experts["w_in"][..., :11], "w_out": experts["w_out"][:, :11]}
+    with pytest.raises(ValueError, match="'shard'; allowed with einsum: batch"):
+        parallel = parallel_of(capacity_scope="shard")
+        moe(x, routing, experts, implementation="einsum", capacity=2, parallel=parallel)
     with pytest.raises(ValueError, match="jax.set_mesh, which has none"):
         moe(x, routing, experts, parallel=parallel_of())
     for mesh, arrays, changes, message in (
