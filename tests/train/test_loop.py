@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from moe_jax.checkpoints import best_step, saved_steps
-from moe_jax.train import loop
+from moe_jax.train import build
 from moe_jax.train.__main__ import main
 from moe_jax.train.log import RunLog
 
@@ -156,7 +156,7 @@ def test_a_state_that_is_not_finite_is_not_saved(command, tmp_path, capsys):
 
 def test_a_resumed_run_compiles_the_same_program(command, tmp_path, monkeypatch):
     programs = []
-    make_train_step = loop.make_train_step
+    make_train_step = build.make_train_step
 
     def make_and_record(*args, **kwargs):
         step = make_train_step(*args, **kwargs)
@@ -168,7 +168,7 @@ def test_a_resumed_run_compiles_the_same_program(command, tmp_path, monkeypatch)
 
         return types.SimpleNamespace(lower=lower)
 
-    monkeypatch.setattr(loop, "make_train_step", make_and_record)
+    monkeypatch.setattr(build, "make_train_step", make_and_record)
     short = ["--config.steps=4", "--config.optimizer.warmup_steps=1"]
     line = command(tmp_path, *short, kind="dense")
     assert main(line) == 0
