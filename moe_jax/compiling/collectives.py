@@ -136,8 +136,9 @@ def parse_groups(attributes: str, num_devices: int) -> list[list[int]] | None:
     """The groups that the attributes of a collective name, in any of the forms of the compilers.
 
     These are {{0,1},{2,3}}, {} for everybody together, [2,4]<=[4,2]T(1,0) for an iota of shape
-    [4,2], transposed, as groups [2,4], mesh['a'=2,'b'=4] {'b'} for lines of a mesh, and
-    source_target_pairs. None: another form.
+    [4,2], transposed, as groups [2,4], mesh['a'=2,'b'=4] {'b'} for lines of a mesh (of devices in
+    another order: mesh[...], device_ids=([2,4]T(1,0)) {'b'}), and source_target_pairs. None:
+    another form.
     """
     start = re.search(r"(?:replica_groups|source_target_pairs)=(.*)", attributes)
     if start is None:
@@ -149,16 +150,34 @@ def parse_groups(attributes: str, num_devices: int) -> list[list[int]] | None:
         return groups or [list(range(num_devices))]
     if iota := re.match(r"\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", text):
         shape, tile, order = (None if n is None else _integers(n) for n in iota.groups())
-        ids = np.arange(math.prod(tile)).reshape(tile)
-        ids = ids if order is None else ids.transpose(order)
-        return ids.reshape(shape).tolist()
-    if mesh := re.match(r"mesh\[((?:'\w+'=\d+,?)+)\] \{((?:'\w+',?)*)\}", text):
+        return _iota(tile, order).reshape(shape).tolist()
+    order = r"(?:, device_ids=\(\[([\d,]+)\]T\(([\d,]+)\)\))?"
+    if mesh := re.match(rf"mesh\[((?:'\w+'=\d+,?)+)\]{order} \{{([^}}]*)\}}", text):
         sizes = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", mesh[1])}
-        axes = [list(sizes).index(name) for name in re.findall(r"'(\w+)'", mesh[2])]
-        ids = np.arange(math.prod(sizes.values())).reshape(tuple(sizes.values()))
-        ids = np.moveaxis(ids, axes, range(ids.ndim - len(axes), ids.ndim))
-        return ids.reshape(-1, math.prod(ids.shape[ids.ndim - len(axes) :])).tolist()
+        places = _lines_of_mesh(sizes, re.findall(r"'(\w+)'(?::\((\d+)\)(\d+))?", mesh[4]))
+        if mesh[2]:
+            ids = _iota(_integers(mesh[2]), _integers(mesh[3])).ravel()
+            places = [ids[place].tolist() for place in places]
+        return places
     return None
+
+
+def _iota(shape, order):
+    """0, 1, ... in that shape, transposed."""
+    ids = np.arange(math.prod(shape)).reshape(shape)
+    return ids if order is None else ids.transpose(order)
+
+
+def _lines_of_mesh(sizes, axes):
+    """The groups along axes, or along the ``length`` parts of one that come after ``before``."""
+    names = list(sizes)
+    ids = first = np.arange(math.prod(sizes.values()))
+    for name, before, length in axes:
+        before, length = int(before or 1), int(length or sizes[name])
+        inside = math.prod(sizes[other] for other in names[names.index(name) + 1 :])
+        step = inside * sizes[name] // (before * length)
+        first = first - ids // step % length * step
+    return [ids[first == key].tolist() for key in np.unique(first)]
 
 
 def _integers(text):

@@ -81,7 +81,15 @@ ENTRY %main (x: (s32[], f32[8])) -> (s32[], f32[8]) {
         ("replica_groups=[2,4]<=[2,2,2]T(1,2,0)", [[0, 4, 1, 5], [2, 6, 3, 7]]),
         ("replica_groups=mesh['data'=1,'fsdp'=2,'expert'=4] {'expert'}", ROWS),
         ("replica_groups=mesh['a'=2,'b'=4] {'a'}", COLUMNS),
-        ("replica_groups=mesh['a'=2,'b'=4] {'b','a'}", [[0, 4, 1, 5, 2, 6, 3, 7]]),
+        ("replica_groups=mesh['a'=2,'b'=4] {'b','a'}", [list(range(8))]),
+        # The axis of four is two pairs: the outer part, and the inner one.
+        ("replica_groups=mesh['a'=2,'b'=4] {'b':(1)2}", [[0, 2], [1, 3], [4, 6], [5, 7]]),
+        ("replica_groups=mesh['a'=2,'b'=4] {'b':(2)2}", [[0, 1], [2, 3], [4, 5], [6, 7]]),
+        # Devices 0..7 as [2,2,2] with its first axes swapped: 0 1 4 5 | 2 3 6 7.
+        (
+            "replica_groups=mesh['a'=2,'b'=4], device_ids=([2,2,2]T(1,0,2)) {'b'}, dimensions={0}",
+            [[0, 1, 4, 5], [2, 3, 6, 7]],
+        ),
         ("source_target_pairs={{0,4},{4,0}}", [[0, 4], [4, 0]]),
         ("replica_groups=<something new>", None),
         ("to_apply=%add", None),
