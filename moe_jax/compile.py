@@ -56,6 +56,9 @@ def main(arguments: Sequence[str]) -> int:
                 f" {options.config.partition(':')[0]}:{next(iter(runs))}"
             )
         return _report(next(iter(runs.values())), topology, options)
+    except BrokenPipeError:  # the reader of the output has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except (ConfigError, TopologyError, OSError) as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         return 1

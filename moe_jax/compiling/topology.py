@@ -84,6 +84,6 @@ def devices_of(topology: Topology) -> list:
         return list(topologies.get_topology_desc(**topology.options).devices)
     except Exception as error:  # each plugin has its own, of every kind
         reason = " ".join(str(error).split())[:200]
-        if re.search(r"not (found|installed)|no module|[Uu]nknown|plugin", reason):
+        if re.search(r"not (found|installed|implemented for)|no module|[Uu]nknown|plugin", reason):
             reason = f"its compiler is not installed (pip install -e '.[compile]'): {reason}"
         raise TopologyError(f"--topology: got {topology.name!r}: {reason}") from None
