@@ -1,6 +1,7 @@
 """Every mesh gives what one device gives: outputs, drop counts and every gradient."""
 
 import functools
+import importlib
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +12,7 @@ from jax.sharding import AxisType, PartitionSpec
 from moe_jax.dispatch import ExpertParallel, capacity, moe
 from moe_jax.dispatch.exchange import NOWHERE, padded_exchange
 from moe_jax.dispatch.expert_parallel import _positions
+from moe_jax.kernels import api
 from moe_jax.routing import TokenChoice, softmax_top_k
 
 NAMES = ("data", "fsdp", "expert", "tensor")
@@ -121,6 +123,22 @@ def test_the_loops_for_cpus_on_a_mesh():
         mesh_of((1, 1, 4, 2)), inputs(), backend="xla_cpu", parallel=parallel_of()
     )
     assert_same(got, on_one_device("dropless", None, "arrival", False))
+
+
+def test_kernels_that_are_not_typed(monkeypatch):
+    """Those of tokamax, whose gradients of shared weights are summed all the same."""
+    select = api.select
+
+    def named_tokamax(*arguments):
+        return select(*arguments)._replace(name="tokamax")
+
+    # The package has a function of the module's name.
+    monkeypatch.setattr(importlib.import_module("moe_jax.dispatch.moe"), "select", named_tokamax)
+    for sizes in ((2, 1, 2, 2), (1, 2, 1, 1)):
+        got = value_and_gradients(
+            mesh_of(sizes), inputs(), backend="reference", parallel=parallel_of()
+        )
+        assert_same(got, on_one_device("dropless", None, "arrival", False))
 
 
 def test_two_hops_are_one():
