@@ -14,10 +14,9 @@ from pathlib import Path
 import absl.logging
 import jax
 
-from moe_jax.compiling import topology as topologies
 from moe_jax.compiling.collectives import find_collectives
 from moe_jax.compiling.estimate import remedies, step_time, summarize
-from moe_jax.compiling.topology import TopologyError, parse_topology
+from moe_jax.compiling.topology import ALLOWED, TopologyError, parse_topology
 from moe_jax.compiling.train_step import Program, bytes_per_device, compile_train_step
 from moe_jax.config import ConfigError, parse_command_line, resolve_runs
 from moe_jax.kernels.targets import ENVIRONMENT
@@ -32,7 +31,7 @@ allocated. The compilers: pip install -e '.[compile]' (and [kernels] for those o
 usage: python -m moe_jax.compile --config FILE.py[:ARGUMENT] --topology NAME [--json FILE]
          [--hlo FILE] [--config.FIELD=VALUE ...]
 
-topologies: {topologies.ALLOWED}
+topologies: {ALLOWED}
   --json FILE  writes the report there too, as numbers
   --hlo FILE   writes the optimised program there
 
@@ -307,7 +306,7 @@ def _parse(arguments):
     rest = [*others, *([f"--config={options.config}"] if options.config else [])]
     config, _ = parse_command_line(rest, usage=DESCRIPTION, with_workdir=False)
     if not options.topology:
-        raise TopologyError(f"--topology: missing; allowed: {topologies.ALLOWED}")
+        raise TopologyError(f"--topology: missing; allowed: {ALLOWED}")
     return options, config
 
 
