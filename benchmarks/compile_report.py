@@ -23,7 +23,6 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from unittest import mock
 
 from benchmarks import command, report
 from moe_jax.kernels.targets import ENVIRONMENT, TARGETS
@@ -132,15 +131,13 @@ def measure(target: str, program: str, backend: str, function, arguments, dense:
     """One row of the report; ``dense`` is the row to compare with, {} for none."""
     import jax
 
-    from moe_jax.kernels.targets import compile_for, device_of
+    from moe_jax.kernels.targets import as_default_device, compile_for, device_of
 
     row = dict.fromkeys(COLUMNS) | dict(program=program, target=target, backend=backend)
     row["jax"] = jax.__version__
     start = time.perf_counter()
-    # tokamax asks the default device, not the one that is compiled for, what it can do.
-    default = mock.patch("jax.extend.backend.get_default_device", lambda: device_of(target))
     try:
-        with default:
+        with as_default_device(device_of(target)):
             compiled = compile_for(target, function, *arguments)
     except (ValueError, NotImplementedError, jax.errors.JaxRuntimeError) as error:
         registers()  # of the kernels before the one that failed: not the next program's

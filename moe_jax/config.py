@@ -351,7 +351,9 @@ def differences(old: ConfigDict, new: ConfigDict) -> list[str]:
     ]
 
 
-def parse_command_line(arguments: Sequence[str], *, usage: str) -> tuple[ConfigDict, Path]:
+def parse_command_line(
+    arguments: Sequence[str], *, usage: str, with_workdir: bool = True
+) -> tuple[ConfigDict, Path | None]:
     """Reads ``--config FILE.py[:argument] --workdir DIR [--config.key=value ...]``.
 
     ``--help`` prints ``usage`` and the list of fields, and exits with 0.
@@ -359,9 +361,10 @@ def parse_command_line(arguments: Sequence[str], *, usage: str) -> tuple[ConfigD
     Args:
       arguments: the command line without the program's name.
       usage: what the command does and an example; the start of the help.
+      with_workdir: False: the command has none.
 
     Returns:
-      The validated config, overrides applied, and the workdir.
+      The validated config, overrides applied, and the workdir; None without.
 
     Raises:
       ConfigError: anything wrong with the command line, the config file or a field.
@@ -369,7 +372,8 @@ def parse_command_line(arguments: Sequence[str], *, usage: str) -> tuple[ConfigD
     overrides = [a for a in arguments if re.match(r"--?(no)?config\.", a)]
     command = flags.FlagValues()
     flags.DEFINE_string("config", None, "config file", flag_values=command)
-    flags.DEFINE_string("workdir", None, "directory of results", flag_values=command)
+    if with_workdir:
+        flags.DEFINE_string("workdir", None, "directory of results", flag_values=command)
     flags.DEFINE_bool("help", False, "help", short_name="h", flag_values=command)
     command.set_gnu_getopt(True)
     try:
@@ -382,18 +386,18 @@ def parse_command_line(arguments: Sequence[str], *, usage: str) -> tuple[ConfigD
         raise SystemExit(0)
     if positional:
         raise ConfigError(
-            f"command line: got {positional[0]!r}; allowed: --config FILE.py --workdir DIR"
-            " --config.key=value (with the equals sign)"
+            f"command line: got {positional[0]!r}; allowed: --config FILE.py"
+            f"{' --workdir DIR' * with_workdir} --config.key=value (with the equals sign)"
         )
     if not command.config:
         raise ConfigError("--config: missing; allowed: a config file such as configs/demo.py")
-    if not command.workdir:
+    if with_workdir and not command.workdir:
         raise ConfigError("--workdir: missing; allowed: a directory for the results")
     config = _load_config_file(command.config)
     for override in overrides:
         _apply_override(config, override)
     validate(config)
-    return config, Path(command.workdir)
+    return config, Path(command.workdir) if with_workdir else None
 
 
 def _load_config_file(argument):

@@ -104,7 +104,10 @@ def make_mesh(
     if num_devices == len(devices) and used[0].platform == "tpu":
         from jax.experimental import mesh_utils
 
-        array = mesh_utils.create_device_mesh(tuple(sizes.values()), used)
+        # An axis of 8 on a torus of 4x4x4 takes one side and half of another.
+        array = mesh_utils.create_device_mesh(
+            tuple(sizes.values()), used, allow_split_physical_axes=True
+        )
     return Mesh(array, AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 

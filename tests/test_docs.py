@@ -36,6 +36,7 @@ DOCUMENTS = (
     ROUTERS_PAGE,
     "docs/performance.md",
     "docs/distributed.md",
+    "docs/scaling.md",
 )
 # What the column "causal" says of Router.sees_future, and the column "choice" of choice_type.
 CAUSAL = {

@@ -24,6 +24,7 @@ ORDER = (
     ("data", "checkpoints"),
     ("config",),
     ("train",),
+    ("compiling",),
     ("evaluate", "diagnose", "compile", "convert"),
     ("analysis",),
 )

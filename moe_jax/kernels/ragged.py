@@ -14,6 +14,9 @@ import jax.numpy as jnp
 from moe_jax.kernels import xla_rows
 from moe_jax.kernels.backend import Backend, in_some_group
 
+# tokamax's kernel for TPU takes no less.
+_FEWEST_ROWS = 128
+
 
 def _matmul(ragged_dot, lhs, rhs, group_sizes, *, transposed=False, bias=None, scale=None):
     rhs = (jnp.swapaxes(rhs, 1, 2) if transposed else rhs).astype(lhs.dtype)
@@ -65,7 +68,10 @@ def tokamax_ragged_dot(lhs, rhs, group_sizes, *, implementation):
     """tokamax's product; NotImplementedError where ``implementation`` does not take the shapes."""
     import tokamax
 
-    return tokamax.ragged_dot(lhs, rhs, group_sizes, implementation=implementation)
+    num_rows = lhs.shape[0]
+    lhs = jnp.pad(lhs, ((0, max(0, _FEWEST_ROWS - num_rows)), (0, 0)))
+    out = tokamax.ragged_dot(lhs, rhs, group_sizes, implementation=implementation)
+    return out[:num_rows]
 
 
 def has_tokamax() -> bool:

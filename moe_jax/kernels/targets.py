@@ -5,9 +5,11 @@ jax-cuda13-pjrt``. The process must not own an accelerator and must start with t
 ``ENVIRONMENT``, which jax reads when it is imported.
 """
 
+import contextlib
 import functools
 
 import jax
+import jax.extend.backend
 from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
@@ -33,6 +35,22 @@ platform_name: "CUDA" dnn_version_info { major: 9 minor: 10 } runtime_version { 
 device_description_str: "NVIDIA H100 80GB HBM3"
 """
 
+_B200 = """
+gpu_device_info {
+  threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152
+  shared_memory_per_core: 233472 threads_per_core_limit: 2048 core_count: 148 fpus_per_core: 128
+  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
+  memory_bandwidth: 8000000000000 l2_cache_size: 132644864 clock_rate_ghz: 1.965
+  device_memory_size: 191502483456 shared_memory_per_block_optin: 232448
+  cuda_compute_capability { major: 10 } registers_per_core_limit: 65536
+  registers_per_block_limit: 65536
+}
+platform_name: "CUDA" dnn_version_info { major: 9 minor: 10 } runtime_version { major: 13 }
+device_description_str: "NVIDIA B200"
+"""
+
+GPU_CONFIGS = {"h100": _H100, "b200": _B200}
+
 TARGETS = {
     "v5e": dict(platform="tpu", topology_name="v5e:2x4"),
     "v5p": dict(platform="tpu", topology_name="v5p:2x2x1"),
@@ -52,6 +70,20 @@ def device_of(target: str) -> jax.Device:
     if target not in TARGETS:
         raise ValueError(f"target: got {target!r}; allowed: {', '.join(TARGETS)}")
     return topologies.get_topology_desc(**TARGETS[target]).devices[0]
+
+
+@contextlib.contextmanager
+def as_default_device(device: jax.Device):
+    """Has libraries that ask jax what it runs on, as tokamax does, hear of ``device``.
+
+    What jax itself runs on stays as it is: no work can be done on a device that is not there.
+    """
+    before = jax.extend.backend.get_default_device
+    jax.extend.backend.get_default_device = lambda: device
+    try:
+        yield
+    finally:
+        jax.extend.backend.get_default_device = before
 
 
 def compile_for(target: str, function, *arguments) -> jax.stages.Compiled:

@@ -1,6 +1,8 @@
 """From a config to the things it names: the only place that maps fields to modules."""
 
 import functools
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +24,7 @@ from moe_jax.sharding import (
 )
 from moe_jax.train.optimizer import learning_rate_schedule, make_optimizer
 from moe_jax.train.state import TrainState, initial_state
-from moe_jax.train.step import AuxiliaryWeights
+from moe_jax.train.step import AuxiliaryWeights, make_train_step
 
 
 def make_model(config: ConfigDict, vocab_size: int, mesh: Mesh | None = None) -> LanguageModel:
@@ -76,15 +78,25 @@ def make_model(config: ConfigDict, vocab_size: int, mesh: Mesh | None = None) ->
     )
 
 
-def make_run_mesh(config: ConfigDict) -> Mesh | None:
-    """The mesh of a single-run config on the devices there are; None for one device.
+def make_run_mesh(config: ConfigDict, devices: Sequence[Any] | None = None) -> Mesh | None:
+    """The mesh of a single-run config; None for one device.
+
+    Args:
+      config: validated.
+      devices: to be used; None: those there are.
 
     Raises:
       ConfigError: the sizes do not fit the devices, the experts or the batch.
     """
     sizes = config.mesh
     try:
-        mesh = make_mesh(data=sizes.data, fsdp=sizes.fsdp, expert=sizes.expert, tensor=sizes.tensor)
+        mesh = make_mesh(
+            data=sizes.data,
+            fsdp=sizes.fsdp,
+            expert=sizes.expert,
+            tensor=sizes.tensor,
+            devices=devices,
+        )
         _check_mesh(config, mesh)
     except MeshError as error:
         raise ConfigError(f"config.{error}") from None
@@ -195,6 +207,23 @@ def make_weights(config: ConfigDict) -> AuxiliaryWeights:
         z=weights["z"] or 0.0,
         balance_choices=method.balance_choices,
         balance_per_sequence=config.losses.load_balance_scope == "sequence",
+    )
+
+
+def make_train_step_of(
+    config: ConfigDict, model: LanguageModel, state_shardings: TrainState | None = None
+) -> Callable:
+    """The train step of a single-run config; see ``make_train_step``."""
+    return make_train_step(
+        model,
+        make_optimizer_of(config),
+        make_schedule(config),
+        make_weights(config),
+        accumulate_steps=config.optimizer.accumulate_steps,
+        method=make_method(config),
+        steps=config.steps,
+        batch_axes=model.batch_axes,
+        state_shardings=state_shardings,
     )
 
 

@@ -16,12 +16,9 @@ from moe_jax.checkpoints import CheckpointError, Checkpoints, saved_steps, set_a
 from moe_jax.train.build import (
     explain_backend,
     make_initial_state,
-    make_method,
     make_model,
-    make_optimizer_of,
     make_run_mesh,
-    make_schedule,
-    make_weights,
+    make_train_step_of,
 )
 from moe_jax.train.evaluation import bytes_per_token, evaluate_split
 from moe_jax.train.feed import DataError, Feed
@@ -32,7 +29,6 @@ from moe_jax.train.processes import SharedStop, is_first, wait_for_all
 from moe_jax.train.progress import Progress
 from moe_jax.train.signals import StopRequest
 from moe_jax.train.state import TrainState
-from moe_jax.train.step import make_train_step
 
 _STILL_COMPILING_SECONDS = 30.0
 
@@ -168,17 +164,7 @@ class _Run:
     def _compile(self, state):
         """The training step, compiled once for the only shape there is."""
         config = self._config
-        step = make_train_step(
-            self._model,
-            make_optimizer_of(config),
-            make_schedule(config),
-            make_weights(config),
-            accumulate_steps=config.optimizer.accumulate_steps,
-            method=make_method(config),
-            steps=config.steps,
-            batch_axes=self._model.batch_axes,
-            state_shardings=self._placement.shardings(state),
-        )
+        step = make_train_step_of(config, self._model, self._placement.shardings(state))
         # From shapes alone: a restored array is bound to its device and a new one is not, which
         # would make another program, with other rounding, of the same step.
         state = self._placement.shapes(state)

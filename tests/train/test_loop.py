@@ -14,7 +14,7 @@ import pytest
 
 from moe_jax.checkpoints import Checkpoints, best_step, saved_steps
 from moe_jax.data import pipeline
-from moe_jax.train import feed, loop
+from moe_jax.train import build, feed, loop
 from moe_jax.train.__main__ import main
 from moe_jax.train.log import RunLog
 
@@ -284,7 +284,7 @@ def test_data_cut_behind_a_run_is_named(command, session_dir, tmp_path, monkeypa
 
 def test_a_resumed_run_compiles_the_same_program(command, tmp_path, monkeypatch):
     programs = []
-    make_train_step = loop.make_train_step
+    make_train_step = build.make_train_step
 
     def make_and_record(*args, **kwargs):
         step = make_train_step(*args, **kwargs)
@@ -296,7 +296,7 @@ def test_a_resumed_run_compiles_the_same_program(command, tmp_path, monkeypatch)
 
         return types.SimpleNamespace(lower=lower)
 
-    monkeypatch.setattr(loop, "make_train_step", make_and_record)
+    monkeypatch.setattr(build, "make_train_step", make_and_record)
     short = ["--config.steps=4", "--config.optimizer.warmup_steps=1"]
     line = command(tmp_path, *short, kind="dense")
     assert main(line) == 0

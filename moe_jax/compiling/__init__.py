@@ -1,0 +1,1 @@
+"""Train steps compiled for accelerators that are not there, and what they would cost."""
