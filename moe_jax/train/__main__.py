@@ -15,6 +15,7 @@ from moe_jax.train.feed import DataError
 from moe_jax.train.log import LogError
 from moe_jax.train.loop import TrainingError, train
 from moe_jax.train.memory import keep_freed_memory
+from moe_jax.train.restarts import run_with_restarts, take_max_restarts
 from moe_jax.train.signals import StopRequest
 from moe_jax.train.workdir import prepare_workdir
 
@@ -22,6 +23,7 @@ USAGE = """\
 Trains the language model of a config, one variant after the other if it has variants.
 
 usage: python -m moe_jax.train --config FILE.py[:ARGUMENT] --workdir DIR [--config.FIELD=VALUE ...]
+                               [--max_restarts N]
 
 example: python -m moe_jax.train --config configs/demo.py --workdir runs/demo --config.steps=100
 
@@ -29,6 +31,8 @@ The same command again goes on from the last checkpoint in DIR, and does nothing
 SIGINT (Ctrl-C) and SIGTERM finish the step, save a checkpoint and exit; a second one exits at once.
 Exit codes: 0 finished, 1 an error (one line on stderr), 75 an error that may pass (data that does
 not come or cannot be read), 130 stopped by SIGINT, 143 by SIGTERM.
+With --max_restarts N, a parent process starts the training again when it died of another signal or
+ended with 75, at most N times in a row without a new checkpoint; the exit code is the last one's.
 
 DIR (or DIR/VARIANT) gets config.json, metrics.jsonl, metrics.csv, routing.npz (load and dropped
 assignments by step, layer and expert), tensorboard/ and checkpoints/."""
@@ -38,7 +42,11 @@ def main(arguments: Sequence[str]) -> int:
     """Runs the command and returns its exit code."""
     workdir = None
     try:
+        max_restarts, arguments = take_max_restarts(arguments)
         config, workdir = parse_command_line(arguments, usage=USAGE)
+        if max_restarts:
+            command = [sys.executable, "-m", "moe_jax.train", *arguments]
+            return run_with_restarts(command, workdir, max_restarts=max_restarts)
         for run in resolve_runs(config).values():
             make_run_mesh(run)
             if run.moe.num_experts and run.moe.backend:

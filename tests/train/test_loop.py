@@ -35,14 +35,6 @@ sys.exit(__main__.main(sys.argv[3:]))
 """
 
 
-@pytest.fixture(scope="module")
-def reference(session_dir, command):
-    """The directory of an uninterrupted run of ten steps."""
-    workdir = session_dir / "reference"
-    assert main(command(workdir)) == 0
-    return workdir
-
-
 def test_files_of_a_finished_run(reference, rows_of):
     steps = [(row["step"], row["split"]) for row in rows_of(reference)]
     trained = [(step, "train") for step in (2, 4, 6, 8, 10)]
