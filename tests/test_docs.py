@@ -27,10 +27,11 @@ from moe_jax.routing import (
     default_arguments,
     make_router,
 )
+from moe_jax.train.restarts import take_max_restarts
 
 ROOT = Path(__file__).resolve().parents[1]
 ROUTERS_PAGE = "docs/routers.md"
-DOCUMENTS = ("README.md", "CONTRIBUTING.md", ROUTERS_PAGE, "docs/performance.md")
+DOCUMENTS = ("README.md", "CONTRIBUTING.md", ROUTERS_PAGE, "docs/performance.md", "docs/faults.md")
 # What the column "causal" says of Router.sees_future, and the column "choice" of choice_type.
 CAUSAL = {
     "never": "yes",
@@ -189,6 +190,7 @@ def test_training_commands_are_valid(name, monkeypatch):
     monkeypatch.chdir(ROOT)
     for _, module, arguments in module_commands(name):
         if module == "moe_jax.train":
+            _, arguments = take_max_restarts(arguments)
             parse_command_line(arguments, usage="")  # ConfigError names what is wrong
 
 

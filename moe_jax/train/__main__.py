@@ -34,8 +34,9 @@ not come or cannot be read), 130 stopped by SIGINT, 143 by SIGTERM.
 With --max_restarts N, a parent process starts the training again when it died of another signal or
 ended with 75, at most N times in a row without a new checkpoint; the exit code is the last one's.
 
-DIR (or DIR/VARIANT) gets config.json, metrics.jsonl, metrics.csv, routing.npz (load and dropped
-assignments by step, layer and expert), tensorboard/ and checkpoints/."""
+DIR (or DIR/VARIANT) gets config.json, summary.json (where the time went), metrics.jsonl,
+metrics.csv, routing.npz (load and dropped assignments by step, layer and expert), tensorboard/ and
+checkpoints/."""
 
 
 def main(arguments: Sequence[str]) -> int:
