@@ -27,6 +27,7 @@ from moe_jax.routing import (
     default_arguments,
     make_router,
 )
+from moe_jax.train.restarts import take_max_restarts
 
 ROOT = Path(__file__).resolve().parents[1]
 ROUTERS_PAGE = "docs/routers.md"
@@ -36,6 +37,7 @@ DOCUMENTS = (
     ROUTERS_PAGE,
     "docs/performance.md",
     "docs/distributed.md",
+    "docs/faults.md",
     "docs/scaling.md",
 )
 # What the column "causal" says of Router.sees_future, and the column "choice" of choice_type.
@@ -198,6 +200,7 @@ def test_training_commands_are_valid(name, monkeypatch):
     monkeypatch.chdir(ROOT)
     for _, module, arguments in module_commands(name):
         if module == "moe_jax.train":
+            _, arguments = take_max_restarts(arguments)
             parse_command_line(arguments, usage="")  # ConfigError names what is wrong
 
 

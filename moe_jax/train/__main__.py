@@ -18,6 +18,7 @@ from moe_jax.train.loop import TrainingError, train
 from moe_jax.train.memory import keep_freed_memory
 from moe_jax.train.processes import USAGE as PROCESSES_USAGE
 from moe_jax.train.processes import connect, is_first, is_lost, one_line, take_cluster
+from moe_jax.train.restarts import run_with_restarts, take_max_restarts
 from moe_jax.train.signals import StopRequest
 from moe_jax.train.workdir import prepare_workdir
 
@@ -26,6 +27,7 @@ USAGE = (
 Trains the language model of a config, one variant after the other if it has variants.
 
 usage: python -m moe_jax.train --config FILE.py[:ARGUMENT] --workdir DIR [--config.FIELD=VALUE ...]
+                               [--max_restarts N]
 
 example: python -m moe_jax.train --config configs/demo.py --workdir runs/demo --config.steps=100
 
@@ -33,10 +35,13 @@ The same command again goes on from the last checkpoint in DIR, and does nothing
 SIGINT (Ctrl-C) and SIGTERM finish the step, save a checkpoint and exit; a second one exits at once.
 Exit codes: 0 finished, 1 an error (one line on stderr), 75 an error that may pass (data that does
 not come or cannot be read, another process of the run is gone), 130 stopped by SIGINT, 143 by
-SIGTERM.
+SIGTERM. With --max_restarts N, a parent process starts the training again when it died of another
+signal or ended with 75, at most N times in a row without a new checkpoint; the exit code is the
+last one's.
 
-DIR (or DIR/VARIANT) gets config.json, metrics.jsonl, metrics.csv, routing.npz (load and dropped
-assignments by step, layer and expert), tensorboard/ and checkpoints/.
+DIR (or DIR/VARIANT) gets config.json, summary.json (where the time went), metrics.jsonl,
+metrics.csv, routing.npz (load and dropped assignments by step, layer and expert), tensorboard/ and
+checkpoints/.
 
 """
     + PROCESSES_USAGE
@@ -47,7 +52,12 @@ def main(arguments: Sequence[str]) -> int:
     """Runs the command and returns its exit code."""
     workdir = None
     try:
+        max_restarts, arguments = take_max_restarts(arguments)
         rest, cluster = take_cluster(arguments)
+        if max_restarts:
+            _, workdir = parse_command_line(rest, usage=USAGE)
+            command = [sys.executable, "-m", "moe_jax.train", *arguments]
+            return run_with_restarts(command, workdir, max_restarts=max_restarts)
         connect(cluster)  # before a config is checked, which asks jax for shapes
         config, workdir = parse_command_line(rest, usage=USAGE)
         for run in resolve_runs(config).values():

@@ -22,6 +22,7 @@ from moe_jax.train.build import (
 )
 from moe_jax.train.evaluation import bytes_per_token, evaluate_split
 from moe_jax.train.feed import DataError, Feed
+from moe_jax.train.goodput import Goodput, describe
 from moe_jax.train.log import NoLog, RunLog
 from moe_jax.train.metrics import Metrics, train_scalars
 from moe_jax.train.placement import Placement
@@ -78,6 +79,8 @@ def train(config: ConfigDict, directory: Path, *, stop: StopRequest, name: str =
         if is_first():
             print(f"{directory}: finished ({done} steps), nothing to do", flush=True)
         return
+    goodput = Goodput(directory, writes=is_first())
+    goodput.write(done)
     placement = Placement(make_run_mesh(config))
     progress = Progress(steps=config.steps, name=name, silent=not is_first())
     with progress, placement.active():
@@ -104,14 +107,16 @@ def train(config: ConfigDict, directory: Path, *, stop: StopRequest, name: str =
             )
             log = RunLog(directory, step=done) if is_first() else NoLog(directory)
             with contextlib.closing(feed), log:
-                run = _Run(config, model, data, checkpoints, log, progress, placement, feed)
+                run = _Run(
+                    config, model, data, checkpoints, log, progress, placement, feed, goodput
+                )
                 run.train(state, stop)
 
 
 class _Run:
     """The parts of a run that its steps need."""
 
-    def __init__(self, config, model, data, checkpoints, log, progress, placement, feed):
+    def __init__(self, config, model, data, checkpoints, log, progress, placement, feed, goodput):
         self._config = config
         self._placement = placement
         self._model = model
@@ -121,13 +126,16 @@ class _Run:
         self._log = log
         self._progress = progress
         self._feed = feed
+        self._goodput = goodput
         self._timer = None  # (step, time) from which the throughput is measured
         self._idle_before = 0.0  # idle_seconds of the feed then
 
     def train(self, state: TrainState, stop: StopRequest) -> None:
         config = self._config
         step = saved = int(state.step)
-        train_step = self._compile(state)
+        with self._goodput.spent("compiling"):
+            train_step = self._compile(state)
+        self._goodput.prepared()
         self._progress.start(step)
         self._timer = (step, time.perf_counter())
         self._skipped = 0 if state.skipped is None else int(state.skipped.total)
@@ -157,9 +165,13 @@ class _Run:
                 saved = step
         if step > saved:
             self._save(step, state, metrics)
-        self._checkpoints.wait()
+        with self._goodput.spent("saving"):
+            self._checkpoints.wait()
+        seconds = self._goodput.write(step, self._feed.idle_seconds)
         if step == config.steps:
-            self._progress.say(f"finished {step} steps; results in {self._log.directory}")
+            self._progress.say(
+                f"finished {step} steps in {describe(seconds)}; results in {self._log.directory}"
+            )
 
     def _compile(self, state):
         """The training step, compiled once for the only shape there is."""
@@ -226,7 +238,7 @@ class _Run:
     def _evaluate(self, step, state):
         """Validates, and returns the cross-entropy in nats per token."""
         config = self._config
-        with self._untimed():
+        with self._untimed("validation"):
             result = evaluate_split(
                 self._model,
                 state.variables,
@@ -249,13 +261,14 @@ class _Run:
 
     def _save(self, step, state, metrics, cross_entropy=None):
         self._require_finite(step, metrics)
-        with self._untimed():
+        with self._untimed("saving"):
             self._log.flush()
             try:
                 self._checkpoints.save(step, _trees(state), cross_entropy=cross_entropy)
             except FloatingPointError as error:
                 good = self._checkpoints.last_good(before=step)
                 raise TrainingError(f"{error}; {good}") from None
+        self._goodput.write(step, self._feed.idle_seconds)
 
     def _require_finite(self, step, metrics: Metrics):
         """Waits for the step and checks its numbers; some that were skipped may pass."""
@@ -279,10 +292,11 @@ class _Run:
         return f"step {step}: the {name} is {value}, training stopped; {good}"
 
     @contextlib.contextmanager
-    def _untimed(self):
-        """Leaves what is done within out of the throughput."""
+    def _untimed(self, part):
+        """Leaves what is done within out of the throughput; it counts for ``part`` of the time."""
         began = time.perf_counter()
-        yield
+        with self._goodput.spent(part):
+            yield
         step, timer = self._timer
         self._timer = (step, timer + time.perf_counter() - began)
 

@@ -2,6 +2,7 @@ import numpy as np
 import pytest
 
 from moe_jax.config import base_config, resolve_runs
+from moe_jax.train.__main__ import main
 from moe_jax.train.log import read_metrics
 
 CONFIG_FILE = """
@@ -60,6 +61,14 @@ def command(config_file):
         return ["--config", f"{config_file}:{kind}", "--workdir", str(workdir), *overrides]
 
     return make
+
+
+@pytest.fixture(scope="session")
+def reference(session_dir, command):
+    """The directory of an uninterrupted run of ten steps."""
+    workdir = session_dir / "reference"
+    assert main(command(workdir)) == 0
+    return workdir
 
 
 @pytest.fixture

@@ -35,14 +35,6 @@ sys.exit(__main__.main(sys.argv[3:]))
 """
 
 
-@pytest.fixture(scope="module")
-def reference(session_dir, command):
-    """The directory of an uninterrupted run of ten steps."""
-    workdir = session_dir / "reference"
-    assert main(command(workdir)) == 0
-    return workdir
-
-
 def test_files_of_a_finished_run(reference, rows_of):
     steps = [(row["step"], row["split"]) for row in rows_of(reference)]
     trained = [(step, "train") for step in (2, 4, 6, 8, 10)]
@@ -60,6 +52,10 @@ def test_files_of_a_finished_run(reference, rows_of):
         assert 0 < arrays["dropped"].sum() < arrays["load"].sum()
     assert list((reference / "tensorboard").iterdir())
     assert json.loads((reference / "config.json").read_text())["steps"] == 10
+    summary = json.loads((reference / "summary.json").read_text())
+    assert summary["step"] == 10 and summary["restarts"] == 0
+    parts = summary["seconds"]
+    assert min(parts[name] for name in ("training", "compiling", "validation", "saving")) > 0
 
 
 def test_a_killed_run_goes_on_bit_for_bit(reference, command, tmp_path, rows_of, assert_same_run):
@@ -318,7 +314,9 @@ def test_a_damaged_checkpoint_costs_the_steps_since_the_one_before(
     out = capsys.readouterr().out
     assert out.startswith(f"checkpoint {checkpoints / '10'} is damaged: params/")
     assert f" bytes; using {checkpoints / '9'} instead; it is kept as" in out.splitlines()[0]
-    assert "going on from step 9" in out and "finished 10 steps" in out
+    assert "going on from step 9" in out
+    assert re.search(r"finished 10 steps in \d+ s: training \d+ %, .*compiling \d+ %", out)
+    assert json.loads((workdir / "summary.json").read_text())["restarts"] == 1
     assert saved_steps(checkpoints) == [9, 10] and (checkpoints / "10.damaged").is_dir()
     assert_same_run(workdir, reference, step=10)
     assert main(command(workdir)) == 0
