@@ -6,8 +6,12 @@ truncated array but not a flipped bit, and fails on either in its own many ways.
 """
 
 import json
+import shutil
 import zlib
+from collections.abc import Sequence
 from pathlib import Path
+
+from moe_jax.untrusted import parse_json
 
 MANIFEST = "files.json"
 # Orbax notes the time of the commit in this one afterwards; nothing is restored from it.
@@ -35,7 +39,7 @@ def write_manifest(checkpoint: Path) -> None:
 def find_damage(checkpoint: Path) -> str | None:
     """What is wrong with the first file that is not as ``files.json`` has it; None if all are."""
     try:
-        files = json.loads((checkpoint / MANIFEST).read_text())
+        files = parse_json((checkpoint / MANIFEST).read_bytes())
         listed = [(name, size, crc) for name, (size, crc) in files.items()]
     except FileNotFoundError:
         return f"{MANIFEST} is missing"
@@ -43,9 +47,10 @@ def find_damage(checkpoint: Path) -> str | None:
         return f"{MANIFEST} is damaged"
     if not listed:
         return f"{MANIFEST} is damaged"
+    there = {str(path.relative_to(checkpoint)): path for path in _files(checkpoint)}
     for name, size, crc in listed:
-        path = checkpoint / name
-        if not path.is_file():
+        path = there.get(name)  # not opened by the name: a list may name files of any folder
+        if path is None:
             return f"{name} is missing"
         if path.stat().st_size != size:
             return f"{name} has {path.stat().st_size} of {size} bytes"
@@ -74,6 +79,25 @@ def describe_good(directory: Path, before: int) -> str:
         if step < before and find_damage(directory / str(step)) is None:
             return f"the last good checkpoint is {directory / str(step)}"
     return "there is no good checkpoint before it"
+
+
+def copy_checkpoint(checkpoint: Path, target: Path, *, names: Sequence[str]) -> None:
+    """Copies the trees of these names, and what there is beside them, with a list of their own.
+
+    Args:
+      checkpoint: its folder; checked, see ``check_checkpoint``.
+      target: the folder of the copy, which must not exist; it appears when all is written.
+      names: of trees.
+    """
+    temporary = target.with_name(f"{target.name}.copy")
+    trees = {path.parent.name for path in checkpoint.glob("*/_METADATA")}
+
+    def left_out(folder, entries):
+        return (trees - set(names)) | {MANIFEST} if Path(folder) == checkpoint else ()
+
+    shutil.copytree(checkpoint, temporary, ignore=left_out)
+    write_manifest(temporary)
+    temporary.rename(target)
 
 
 def _files(checkpoint):
