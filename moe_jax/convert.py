@@ -111,7 +111,9 @@ def find_run(workdir: Path, step: str = "last") -> Run:
             " python -m moe_jax.train"
         )
     try:
-        runs = resolve_runs(config_from_json(path.read_bytes()))
+        config = config_from_json(path.read_bytes())
+        validate(config)
+        runs = resolve_runs(config)
     except ValueError as error:
         raise ConfigError(f"--workdir: {path}: {error}") from None
     if "" not in runs:
@@ -210,6 +212,9 @@ def import_(options: argparse.Namespace) -> None:
     _require_empty("--workdir", options.workdir)
     with open_safetensors(options.input) as reader:
         config, step, cross_entropy = _read_metadata(options.input, reader)
+        num_layers = config.model.num_layers
+        if num_layers > len(reader.shapes) and not config.model.scan_layers:
+            raise CheckpointError(f"{options.input}: has fewer arrays than layers, {num_layers}")
         wanted = arrays_by_name(_model_shapes(config))
         try:
             arrays = gather(wanted, reader.shapes, reader.read)

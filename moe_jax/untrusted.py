@@ -8,7 +8,6 @@ import json
 import math
 import os
 import zipfile
-import zlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -18,6 +17,13 @@ import numpy as np
 # No compression that zip knows by this name makes more of a byte.
 _LARGEST_DEFLATE_RATIO = 1032
 _COMPRESSIONS = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)
+
+
+def one_line(text: str) -> str:
+    """``text`` with line breaks, codes of terminals and the like written as escapes."""
+    return "".join(
+        c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode() for c in text
+    )
 
 
 def parse_json(text: str | bytes) -> Any:
@@ -56,12 +62,12 @@ def load_npz(path: str | Path, names: Sequence[str]) -> dict[str, np.ndarray]:
       ValueError: no such file, a missing array, one of Python objects, or one that claims more than
         it holds; the message does not name the path.
     """
-    try:
-        with zipfile.ZipFile(path) as archive:
-            return {name: _read_member(archive, f"{name}.npy") for name in names}
-    # Encrypted members are a RuntimeError, versions of zip to come a NotImplementedError.
-    except (zipfile.BadZipFile, zlib.error, KeyError, EOFError, RuntimeError) as error:
-        raise ValueError(f"not an npz file of {', '.join(names)}: {error}") from None
+    with open(path, "rb") as file:
+        try:
+            with zipfile.ZipFile(file) as archive:
+                return {name: _read_member(archive, f"{name}.npy") for name in names}
+        except Exception as error:  # zipfile fails in many ways on damage
+            raise ValueError(f"no npz file of {', '.join(names)} ({_reason(error)})") from None
 
 
 def _read_member(archive, name):
@@ -87,12 +93,16 @@ def _read_header(file: BinaryIO):
         version = np.lib.format.read_magic(file)
         shape, is_fortran, dtype = read_header[version](file)
     except Exception as error:  # a header is the text of a Python literal, and may fail in any way
-        raise ValueError(f"not an npy file: {' '.join(str(error).split())}") from None
+        raise ValueError(f"no npy file ({_reason(error)})") from None
     if dtype.hasobject:
         raise ValueError("got an array of Python objects; allowed: numbers")
     if any(size < 0 for size in shape):
         raise ValueError(f"got the shape {shape}; allowed: sizes >= 0")
     return shape, is_fortran, dtype
+
+
+def _reason(error):
+    return " ".join(f"{error or type(error).__name__}".split())
 
 
 def _check_size(shape, dtype, available):

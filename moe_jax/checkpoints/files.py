@@ -11,7 +11,7 @@ import zlib
 from collections.abc import Sequence
 from pathlib import Path
 
-from moe_jax.untrusted import parse_json
+from moe_jax.untrusted import one_line, parse_json
 
 MANIFEST = "files.json"
 # Orbax notes the time of the commit in this one afterwards; nothing is restored from it.
@@ -20,6 +20,9 @@ _UNCHECKED = ("_CHECKPOINT_METADATA",)
 
 class CheckpointError(RuntimeError):
     """A checkpoint that cannot be written or read; the message is one line."""
+
+    def __init__(self, message: str):
+        super().__init__(one_line(message))
 
 
 def saved_steps(directory: str | Path) -> list[int]:

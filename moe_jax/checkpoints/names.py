@@ -94,7 +94,8 @@ def _group_size(names):
 def _parts(name, shape, size, given):
     """{name in the file: its shape} of what makes up the array ``name`` of the model."""
     match = _SCANNED.fullmatch(name)
-    if match is None or name in given:
+    # A shape is only a claim: more layers than there are arrays are not one by one.
+    if match is None or name in given or shape.shape[0] > len(given):
         return {name: shape}
     layer = jax.ShapeDtypeStruct(shape.shape[1:], shape.dtype)
     return {_layer_name(match, group, size): layer for group in range(shape.shape[0])}
