@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 from absl import flags
 from ml_collections import ConfigDict, config_dict, config_flags
 
+from moe_jax.checkpoints.partial import parse_rules
 from moe_jax.dispatch import CAPACITY_SCOPES, EXCHANGES, IMPLEMENTATIONS, PRIORITIES
 from moe_jax.kernels import BACKENDS
 from moe_jax.routing import (
@@ -122,6 +123,13 @@ def _router_field(router, argument, default):
     return Field(default, kind, help, allowed, _is_int32 if kind is int else lambda v: True)
 
 
+def _are_rules(text):
+    try:
+        return bool(parse_rules(text))
+    except ValueError:
+        return False
+
+
 def _is_int32(value):
     return abs(value) <= _LARGEST
 
@@ -216,6 +224,21 @@ FIELDS: dict[str, Field] = {
     ),
     "losses.z": _non_negative(
         None, "weight of the router z-loss; None: the router's own default", optional=True
+    ),
+    "init.checkpoint": Field(
+        None,
+        str,
+        "whose last parameters the run starts from; None: all are initialised",
+        "a workdir of a run or its folder of checkpoints, or None",
+        lambda v: v != "",
+        optional=True,
+    ),
+    "init.rules": Field(
+        ".*",
+        str,
+        "which of them: regular expressions of whole paths, with commas; 'old->new' renames",
+        "a comma-separated list of pattern or pattern->replacement",
+        _are_rules,
     ),
     "mesh.data": Field(
         None,

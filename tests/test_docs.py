@@ -30,7 +30,13 @@ from moe_jax.routing import (
 
 ROOT = Path(__file__).resolve().parents[1]
 ROUTERS_PAGE = "docs/routers.md"
-DOCUMENTS = ("README.md", "CONTRIBUTING.md", ROUTERS_PAGE, "docs/performance.md")
+DOCUMENTS = (
+    "README.md",
+    "CONTRIBUTING.md",
+    ROUTERS_PAGE,
+    "docs/performance.md",
+    "docs/checkpoints.md",
+)
 # What the column "causal" says of Router.sees_future, and the column "choice" of choice_type.
 CAUSAL = {
     "never": "yes",

@@ -235,6 +235,28 @@ def restore_trees(directory: str | Path, step: int, like: dict[str, Any]) -> dic
     return trees
 
 
+def restore_params(directory: str | Path, step: int, like: dict) -> dict:
+    """Some of the parameters of a saved step, which ``saved_arrays`` has checked.
+
+    Args:
+      directory: of the checkpoints.
+      step: one of ``saved_steps``.
+      like: nested dict with a part of the saved arrays, of the saved shapes; each array is put
+        where the sharding of its leaf says.
+
+    Raises:
+      CheckpointError: the checkpoint cannot be read.
+    """
+    import orbax.checkpoint as ocp
+
+    checkpoint = Path(directory).absolute() / str(step)
+    like = _on_device(like)
+    options = ocp.checkpoint_utils.construct_restore_args(like)
+    restore = ocp.args.PyTreeRestore(item=like, restore_args=options, partial_restore=True)
+    with _told_of(checkpoint), ocp.PyTreeCheckpointer() as checkpointer:
+        return checkpointer.restore(checkpoint / "params", args=restore)
+
+
 @jax.jit
 def _all_finite(trees):
     floats = [x for x in jax.tree.leaves(trees) if jnp.issubdtype(x.dtype, jnp.floating)]

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from ml_collections import ConfigDict
 
 from moe_jax.checkpoints import CheckpointError, Checkpoints, saved_steps
+from moe_jax.checkpoints.partial import parse_rules, take_parameters
 from moe_jax.train.build import (
     explain_backend,
     make_initial_state,
@@ -89,6 +90,11 @@ def train(config: ConfigDict, directory: Path, *, stop: StopRequest, name: str =
                 progress.say(f"going on from step {done}")
             else:
                 state = _first_state(config, model, placement)
+                if config.init.checkpoint:
+                    rules = parse_rules(config.init.rules)
+                    params, line = take_parameters(state.params, config.init.checkpoint, rules)
+                    state = state._replace(params=params)
+                    progress.say(f"init: {line}")
             with RunLog(directory, step=done) as log:
                 run = _Run(config, model, data, checkpoints, log, progress, placement)
                 run.train(state, batches, stop)
