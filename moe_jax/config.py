@@ -9,6 +9,7 @@ import json
 import math
 import re
 import runpy
+import sys
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -17,6 +18,7 @@ from typing import Any, NamedTuple
 from absl import flags
 from ml_collections import ConfigDict, config_dict, config_flags
 
+from moe_jax.checkpoints.partial import parse_rules
 from moe_jax.dispatch import CAPACITY_SCOPES, EXCHANGES, IMPLEMENTATIONS, PRIORITIES
 from moe_jax.kernels import BACKENDS
 from moe_jax.routing import (
@@ -27,6 +29,7 @@ from moe_jax.routing import (
     default_arguments,
     make_router,
 )
+from moe_jax.untrusted import one_line, parse_json
 
 ACTIVATIONS = (
     "celu",
@@ -49,9 +52,15 @@ DATASETS = ("sotu",)
 DTYPES = ("bfloat16", "float32")
 TOKENIZERS = ("bpe", "byte")
 
+# A size beyond int32 is no size of an array here, and jax fails on it in its own ways.
+_LARGEST = 2**31 - 1
+
 
 class ConfigError(ValueError):
     """The user's mistake in a config, a command line or a workdir; the message is one line."""
+
+    def __init__(self, message: str):
+        super().__init__(one_line(message))
 
 
 class Field(NamedTuple):
@@ -74,9 +83,9 @@ class Field(NamedTuple):
     optional: bool = False
 
 
-def _whole(default, minimum, help, maximum=math.inf):
-    allowed = f"whole numbers >= {minimum}" if maximum == math.inf else f"{minimum}..{maximum}"
-    return Field(default, int, help, allowed, lambda v: minimum <= v <= maximum)
+def _whole(default, minimum, help, maximum=None):
+    allowed = f"{minimum}..{maximum}" if maximum else f"whole numbers >= {minimum}, below 2**31"
+    return Field(default, int, help, allowed, lambda v: minimum <= v <= (maximum or _LARGEST))
 
 
 def _positive(default, help, optional=False):
@@ -109,10 +118,21 @@ def _router_field(router, argument, default):
     """What values fit is for the router to say, see ``_check_router``."""
     help = f"argument of the router {router}"
     if default is None:
-        return Field(None, int, help, "whole numbers, or None", lambda v: True, optional=True)
+        return Field(None, int, help, "whole numbers, or None", _is_int32, optional=True)
     kind = type(default)
     allowed = {bool: "true, false", int: "whole numbers", float: "numbers", str: "a name"}[kind]
-    return Field(default, kind, help, allowed, lambda v: True)
+    return Field(default, kind, help, allowed, _is_int32 if kind is int else lambda v: True)
+
+
+def _are_rules(text):
+    try:
+        return bool(parse_rules(text))
+    except ValueError:
+        return False
+
+
+def _is_int32(value):
+    return abs(value) <= _LARGEST
 
 
 FIELDS: dict[str, Field] = {
@@ -146,7 +166,7 @@ FIELDS: dict[str, Field] = {
         300.0, "longest wait for a batch, which then ends the run; 0: no limit"
     ),
     "model.width": _whole(128, 1, "d, features per token"),
-    "model.num_layers": _whole(4, 1, "blocks of attention and feed-forward"),
+    "model.num_layers": _whole(4, 1, "blocks of attention and feed-forward", maximum=10_000),
     "model.num_heads": _whole(4, 1, "attention heads per layer"),
     "model.mlp_width": _whole(512, 1, "hidden width of the dense feed-forward"),
     "model.activation": _one_of("gelu", ACTIVATIONS, "of every feed-forward, a name in jax.nn"),
@@ -157,7 +177,9 @@ FIELDS: dict[str, Field] = {
     "model.dtype": _one_of("float32", DTYPES, "compute dtype; parameters are float32"),
     "model.remat": _yes_no(False, "recompute blocks in the backward pass to save memory"),
     "model.scan_layers": _yes_no(False, "compile one group of blocks and scan over the groups"),
-    "moe.num_experts": _whole(8, 0, "E, experts per MoE layer; 0: a dense model"),
+    "moe.num_experts": _whole(
+        8, 0, "E, experts per MoE layer; 0: a dense model", maximum=1_000_000
+    ),
     "moe.every": _whole(1, 1, "every n-th block is an MoE block"),
     "moe.k": _whole(2, 1, "experts per token"),
     "moe.expert_width": _whole(512, 1, "f, hidden width of an expert"),
@@ -213,12 +235,27 @@ FIELDS: dict[str, Field] = {
     "losses.z": _non_negative(
         None, "weight of the router z-loss; None: the router's own default", optional=True
     ),
+    "init.checkpoint": Field(
+        None,
+        str,
+        "whose last parameters the run starts from; None: all are initialised",
+        "a workdir of a run or its folder of checkpoints, or None",
+        lambda v: v != "",
+        optional=True,
+    ),
+    "init.rules": Field(
+        ".*",
+        str,
+        "which of them: regular expressions of whole paths, with commas; 'old->new' renames",
+        "a comma-separated list of pattern or pattern->replacement",
+        _are_rules,
+    ),
     "mesh.data": Field(
         None,
         int,
         "copies of the model, each with a part of the batch; None: all the devices there are",
         "whole numbers >= 1, or None",
-        lambda v: v >= 1,
+        lambda v: 1 <= v <= _LARGEST,
         optional=True,
     ),
     "mesh.fsdp": _whole(1, 1, "devices that share every matrix of a copy, and the batch"),
@@ -320,19 +357,22 @@ def config_to_json(config: ConfigDict) -> str:
         raise ConfigError(f"config: not plain data: {error}") from None
 
 
-def config_from_json(text: str) -> ConfigDict:
+def config_from_json(text: str | bytes) -> ConfigDict:
     """The config that ``config_to_json`` wrote.
 
     Raises:
-      ConfigError: the text is not a JSON object.
+      ConfigError: the text is not a JSON object, or one that no config can be.
     """
     try:
-        values = json.loads(text)
+        values = parse_json(text)
     except ValueError as error:
         raise ConfigError(f"config: not JSON: {error}") from None
     if not isinstance(values, dict):
         raise ConfigError(f"config: got JSON {type(values).__name__}; allowed: an object")
-    return ConfigDict(values)
+    try:
+        return ConfigDict(values)
+    except (ValueError, TypeError, AttributeError, KeyError) as error:
+        raise ConfigError(f"config: {_one_line(error)}") from None
 
 
 def differences(old: ConfigDict, new: ConfigDict) -> list[str]:
@@ -456,7 +496,7 @@ def _checked(values, prefix):
         field = FIELDS.get(path)
         if field is None:
             raise ConfigError(_unknown(path, prefix))
-        if field.kind is float and type(value) is int:
+        if field.kind is float and type(value) is int and abs(value) <= sys.float_info.max:
             value = float(value)
         good = type(value) is field.kind and not (field.kind is float and not math.isfinite(value))
         if not (field.optional and value is None) and not (good and field.accepts(value)):

@@ -13,7 +13,7 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from moe_jax.checkpoints import CheckpointError, best_step, restore_trees, saved_steps
-from moe_jax.config import ConfigError, config_from_json, resolve_runs
+from moe_jax.config import ConfigError, config_from_json, resolve_runs, validate
 from moe_jax.data.cache import atomic_write
 from moe_jax.models.accounting import (
     ForwardFlops,
@@ -113,7 +113,9 @@ def find_runs(workdir: Path, *, step: int | None = None, best: bool = False) -> 
         )
     runs = []
     try:
-        configs = resolve_runs(config_from_json(path.read_text()))
+        config = config_from_json(path.read_bytes())
+        validate(config)
+        configs = resolve_runs(config)
     except ValueError as error:
         raise ConfigError(f"--workdir: {path}: {error}") from None
     for name, config in configs.items():
@@ -388,7 +390,8 @@ def _with_progress(batches, num_batches, description):
 
 
 def _train_tokens_per_second(history):
-    speeds = [row["tokens_per_second"] for row in history if "tokens_per_second" in row]
+    speeds = [row.get("tokens_per_second") for row in history]
+    speeds = [speed for speed in speeds if speed is not None]
     return float(np.median(speeds)) if speeds else None
 
 

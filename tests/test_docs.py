@@ -36,6 +36,7 @@ DOCUMENTS = (
     "CONTRIBUTING.md",
     ROUTERS_PAGE,
     "docs/performance.md",
+    "docs/checkpoints.md",
     "docs/distributed.md",
     "docs/faults.md",
     "docs/scaling.md",

@@ -18,7 +18,7 @@ ORDER = (
     ("routing",),
     ("kernels",),
     ("dispatch",),
-    ("sharding",),
+    ("sharding", "untrusted"),
     ("layers",),
     ("models",),
     ("data", "checkpoints"),

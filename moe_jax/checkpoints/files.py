@@ -6,9 +6,12 @@ truncated array but not a flipped bit, and fails on either in its own many ways.
 """
 
 import json
+import shutil
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+
+from moe_jax.untrusted import one_line, parse_json
 
 MANIFEST = "files.json"
 # Orbax notes the time of the commit in this one afterwards; nothing is restored from it.
@@ -18,6 +21,9 @@ _METRICS = "metrics/"
 
 class CheckpointError(RuntimeError):
     """A checkpoint that cannot be written or read; the message is one line."""
+
+    def __init__(self, message: str):
+        super().__init__(one_line(message))
 
 
 def saved_steps(directory: str | Path) -> list[int]:
@@ -40,7 +46,7 @@ def find_damage(checkpoint: Path, folder: str = "") -> str | None:
     Only the files of ``folder`` in the checkpoint are read, if one is named.
     """
     try:
-        files = json.loads((checkpoint / MANIFEST).read_text())
+        files = parse_json((checkpoint / MANIFEST).read_bytes())
         listed = [(name, size, crc) for name, (size, crc) in files.items()]
     except FileNotFoundError:
         return f"{MANIFEST} is missing"
@@ -48,11 +54,12 @@ def find_damage(checkpoint: Path, folder: str = "") -> str | None:
         return f"{MANIFEST} is damaged"
     if not listed:
         return f"{MANIFEST} is damaged"
+    there = {str(path.relative_to(checkpoint)): path for path in _files(checkpoint)}
     for name, size, crc in listed:
         if not name.startswith(folder):
             continue
-        path = checkpoint / name
-        if not path.is_file():
+        path = there.get(name)  # not opened by the name: a list may name files of any folder
+        if path is None:
             return f"{name} is missing"
         if path.stat().st_size != size:
             return f"{name} has {path.stat().st_size} of {size} bytes"
@@ -132,6 +139,25 @@ def _rename_damaged(checkpoint):
         number += 1
         aside = checkpoint.with_name(f"{checkpoint.name}.damaged.{number}")
     return checkpoint.rename(aside)
+
+
+def copy_checkpoint(checkpoint: Path, target: Path, *, names: Sequence[str]) -> None:
+    """Copies the trees of these names, and what there is beside them, with a list of their own.
+
+    Args:
+      checkpoint: its folder; checked, see ``check_checkpoint``.
+      target: the folder of the copy, which must not exist; it appears when all is written.
+      names: of trees.
+    """
+    temporary = target.with_name(f"{target.name}.copy")
+    trees = {path.parent.name for path in checkpoint.glob("*/_METADATA")}
+
+    def left_out(folder, entries):
+        return (trees - set(names)) | {MANIFEST} if Path(folder) == checkpoint else ()
+
+    shutil.copytree(checkpoint, temporary, ignore=left_out)
+    write_manifest(temporary)
+    temporary.rename(target)
 
 
 def _files(checkpoint):

@@ -2,7 +2,6 @@
 
 import contextlib
 import errno
-import json
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,8 @@ from moe_jax.checkpoints.files import (
     saved_steps,
     write_manifest,
 )
+from moe_jax.checkpoints.names import arrays_by_name
+from moe_jax.untrusted import parse_json
 
 _METRIC = "cross_entropy"
 
@@ -131,7 +132,8 @@ class Checkpoints:
         for name, tree in like.items():
             _check_fit(self._directory / str(step), name, tree)
         items = {name: ocp.args.StandardRestore(_on_device(tree)) for name, tree in like.items()}
-        restored = self._manager.restore(step, args=ocp.args.Composite(**items))
+        with _told_of(self._directory / str(step)):
+            restored = self._manager.restore(step, args=ocp.args.Composite(**items))
         return {name: restored[name] for name in like}
 
     def wait(self) -> None:
@@ -174,14 +176,37 @@ class Checkpoints:
 
 def best_step(directory: str | Path) -> int | None:
     """The saved step of lowest validation cross-entropy; None if no saved step has one."""
-    found = {}
-    for step in saved_steps(directory):
-        try:
-            text = (Path(directory) / str(step) / "metrics" / "metrics").read_text()
-            found[step] = float(json.loads(text)[_METRIC])
-        except (OSError, ValueError, KeyError):
-            continue  # no validation at that step, or damaged, which restoring it would tell
+    found = {step: validation_cross_entropy(directory, step) for step in saved_steps(directory)}
+    found = {step: value for step, value in found.items() if value is not None}
     return min(found, key=found.get) if found else None
+
+
+def validation_cross_entropy(directory: str | Path, step: int) -> float | None:
+    """In nats per token, at a saved step; None if there was no validation at that step."""
+    try:
+        text = (Path(directory) / str(step) / "metrics" / "metrics").read_bytes()
+        return float(parse_json(text)[_METRIC])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None  # or damaged, which restoring the checkpoint would tell
+
+
+def saved_arrays(directory: str | Path, step: int) -> dict[str, dict[str, jax.ShapeDtypeStruct]]:
+    """The shapes and dtypes of all arrays of a saved step; reads no array.
+
+    Args:
+      directory: of the checkpoints.
+      step: one of ``saved_steps``.
+
+    Returns:
+      {tree: {path: shape}}, paths such as "blocks/block_0/attention/query/kernel".
+
+    Raises:
+      CheckpointError: the checkpoint is damaged.
+    """
+    checkpoint = Path(directory).absolute() / str(step)
+    check_checkpoint(checkpoint.parent, step)
+    names = sorted(path.parent.name for path in checkpoint.glob("*/_METADATA"))
+    return {name: arrays_by_name(_saved_shapes(checkpoint, name)) for name in names}
 
 
 def restore_trees(directory: str | Path, step: int, like: dict[str, Any]) -> dict[str, Any]:
@@ -206,8 +231,32 @@ def restore_trees(directory: str | Path, step: int, like: dict[str, Any]) -> dic
             trees[name] = tree
             if jax.tree.leaves(tree):
                 _check_fit(directory / str(step), name, tree)
-                trees[name] = checkpointer.restore(directory / str(step) / name, _on_device(tree))
+                with _told_of(directory / str(step)):
+                    path = directory / str(step) / name
+                    trees[name] = checkpointer.restore(path, _on_device(tree))
     return trees
+
+
+def restore_params(directory: str | Path, step: int, like: dict) -> dict:
+    """Some of the parameters of a saved step, which ``saved_arrays`` has checked.
+
+    Args:
+      directory: of the checkpoints.
+      step: one of ``saved_steps``.
+      like: nested dict with a part of the saved arrays, of the saved shapes; each array is put
+        where the sharding of its leaf says.
+
+    Raises:
+      CheckpointError: the checkpoint cannot be read.
+    """
+    import orbax.checkpoint as ocp
+
+    checkpoint = Path(directory).absolute() / str(step)
+    like = _on_device(like)
+    options = ocp.checkpoint_utils.construct_restore_args(like)
+    restore = ocp.args.PyTreeRestore(item=like, restore_args=options, partial_restore=True)
+    with _told_of(checkpoint), ocp.PyTreeCheckpointer() as checkpointer:
+        return checkpointer.restore(checkpoint / "params", args=restore)
 
 
 @jax.jit
@@ -237,15 +286,10 @@ def _check_fit(checkpoint, name, like):
     Asked before the arrays are read: orbax's own complaint leaves unfinished reads behind, which
     complain in turn.
     """
-    import orbax.checkpoint as ocp
-
-    with ocp.StandardCheckpointer() as checkpointer:
-        metadata = checkpointer.metadata(checkpoint / name).item_metadata
-    saved = {leaf.name: _array_type(leaf) for leaf in jax.tree.leaves(metadata.tree)}
-    wanted = {
-        jax.tree_util.keystr(path, simple=True, separator="."): _array_type(leaf)
-        for path, leaf in jax.tree_util.tree_leaves_with_path(like)
-    }
+    saved, wanted = (
+        {path.replace("/", "."): _array_type(leaf) for path, leaf in arrays_by_name(tree).items()}
+        for tree in (_saved_shapes(checkpoint, name), like)
+    )
     for path in saved | wanted:
         got, expected = saved.get(path, "missing"), wanted.get(path, "no such array")
         if got != expected:
@@ -253,6 +297,26 @@ def _check_fit(checkpoint, name, like):
                 f"checkpoint {checkpoint} does not fit this model: {name}.{path} is {got},"
                 f" the model has {expected}"
             )
+
+
+def _saved_shapes(checkpoint, name):
+    """The saved tree with ``jax.ShapeDtypeStruct`` as leaves."""
+    import orbax.checkpoint as ocp
+
+    if not (checkpoint / name).is_dir():
+        raise CheckpointError(f"checkpoint {checkpoint} has no {name}")
+    with _told_of(checkpoint), ocp.StandardCheckpointer() as checkpointer:
+        tree = checkpointer.metadata(checkpoint / name).item_metadata.tree
+        return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), tree)
+
+
+@contextlib.contextmanager
+def _told_of(checkpoint):
+    """Orbax fails in its own many ways on files that a stranger has put together."""
+    try:
+        yield
+    except Exception as error:
+        raise CheckpointError(f"checkpoint {checkpoint} cannot be read: {_short(error)}") from error
 
 
 def _array_type(leaf):

@@ -21,6 +21,7 @@ import numpy as np
 from moe_jax.data.cache import atomic_write, cache_directory
 from moe_jax.data.documents import dataset_version, load_documents
 from moe_jax.data.tokenizers import Tokenizer
+from moe_jax.untrusted import load_npy, parse_json
 
 
 class TextSplit(NamedTuple):
@@ -61,7 +62,7 @@ def load_split(
             np.save(out, flat)
         with atomic_write(summary_path) as out:
             out.write(json.dumps(summary).encode("utf-8"))
-    return _read(tokens_path, summary_path)
+    return _read(tokens_path, summary_path, tokenizer.vocab_size)
 
 
 def train_batches(
@@ -226,14 +227,21 @@ def _tokenise(
     }
 
 
-def _read(tokens_path: Path, summary_path: Path) -> TextSplit:
+def _read(tokens_path: Path, summary_path: Path, vocab_size: int) -> TextSplit:
     try:
-        summary = json.loads(summary_path.read_bytes())
-        flat = np.load(tokens_path, mmap_mode="r")
+        summary = parse_json(summary_path.read_bytes())
+        flat = load_npy(tokens_path)
+        if flat.dtype != np.uint16 or flat.ndim != 1:
+            raise ValueError(f"got {flat.dtype}{list(flat.shape)}; allowed: uint16[N]")
         if hashlib.sha256(flat).hexdigest() != summary["sha256"]:
             raise ValueError("the checksum of the tokens differs")
-        return TextSplit(flat, summary["num_bytes"], summary["num_documents"])
-    except (ValueError, EOFError, KeyError, TypeError) as error:
+        if not len(flat) or np.max(flat) >= vocab_size:
+            raise ValueError(f"the tokens are not those of a vocabulary of {vocab_size}")
+        counts = summary["num_bytes"], summary["num_documents"]
+        if not all(type(count) is int and count >= 0 for count in counts):
+            raise ValueError(f"got the counts {counts}; allowed: whole numbers >= 0")
+        return TextSplit(flat, *counts)
+    except (ValueError, KeyError, TypeError) as error:
         raise ValueError(
             f"The tokens in {tokens_path} or their summary {summary_path.name} are damaged "
             f"({error}); delete both files to tokenise again"

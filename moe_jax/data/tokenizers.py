@@ -12,6 +12,7 @@ import tokenizers
 
 from moe_jax.data.cache import atomic_write, cache_directory
 from moe_jax.data.documents import dataset_version, load_documents
+from moe_jax.untrusted import parse_json
 
 # Token ids are stored as 16-bit integers, see pipeline.py.
 MAX_VOCAB_SIZE = 65535
@@ -91,7 +92,13 @@ def load_tokenizer(
             )
         # Training is deterministic: of two processes that do it at once, both write the same.
         _write_bpe(path, model)
-    return BpeTokenizer(_read_bpe(path), name=f"bpe-{vocab_size}")
+    model = _read_bpe(path)
+    if model.get_vocab_size() != vocab_size - 1:
+        raise ValueError(
+            f"The tokenizer in {path} is damaged (it has {model.get_vocab_size()} tokens); delete"
+            " this file to train it again"
+        )
+    return BpeTokenizer(model, name=f"bpe-{vocab_size}")
 
 
 class ByteTokenizer:
@@ -148,7 +155,7 @@ def _check_id(token_id: int, vocab_size: int) -> None:
 
 def _train_bpe(documents: Iterable[str], num_ids: int) -> tokenizers.Tokenizer:
     model = tokenizers.Tokenizer(tokenizers.models.BPE())
-    model.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    model.pre_tokenizer = _pre_tokenizer()
     trainer = tokenizers.trainers.BpeTrainer(
         vocab_size=num_ids,
         initial_alphabet=sorted(_byte_symbols()),
@@ -165,18 +172,35 @@ def _write_bpe(path: Path, model: tokenizers.Tokenizer) -> None:
 
 
 def _read_bpe(path: Path) -> tokenizers.Tokenizer:
-    saved = path.read_bytes()
-    # The checksum comes first because the library panics on some models that make no sense.
     try:
-        fields = json.loads(saved)
+        fields = parse_json(path.read_bytes())
         content = fields["model"]
         if _digest(content) != fields["sha256"]:
             raise ValueError("the checksum differs")
+        model = parse_json(content)["model"]
+        return _make_bpe(model["vocab"], [(left, right) for left, right in model["merges"]])
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(
             f"The tokenizer in {path} is damaged ({error}); delete this file to train it again"
         ) from error
-    return tokenizers.Tokenizer.from_str(content)
+
+
+def _make_bpe(vocab: dict[str, int], merges: list[tuple[str, str]]) -> tokenizers.Tokenizer:
+    """The model of these tokens. They are checked, since the library panics on some others."""
+    symbols = _byte_symbols()
+    if sorted(vocab.values()) != list(range(len(vocab))):
+        raise ValueError("the ids are not 0 to n-1")
+    if any(not token or set(token) - set(symbols) for token in vocab) or set(symbols) - set(vocab):
+        raise ValueError("the tokens are not the bytes and pairs of tokens")
+    if any(token not in vocab for merge in merges for token in (*merge, "".join(merge))):
+        raise ValueError("a merge is not of tokens")
+    model = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocab, merges=merges))
+    model.pre_tokenizer = _pre_tokenizer()
+    return model
+
+
+def _pre_tokenizer():
+    return tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
 
 
 def _digest(text: str) -> str:

@@ -16,6 +16,7 @@ import numpy as np
 
 from moe_jax.layers import RoutingInfo
 from moe_jax.routing import ExpertChoice, TokenChoice
+from moe_jax.untrusted import load_npz
 
 _NAME = "router"
 
@@ -133,9 +134,12 @@ def load_choice(path: str | Path) -> tuple[np.ndarray, np.ndarray]:
       ValueError: the file is not one of these.
     """
     try:
-        with np.load(path, allow_pickle=False) as arrays:
-            return arrays["tokens"], arrays["chosen"]
-    except (ValueError, KeyError, EOFError) as error:
+        arrays = load_npz(path, ("tokens", "chosen"))
+        for name, array in arrays.items():
+            if not np.issubdtype(array.dtype, np.integer):
+                raise ValueError(f"{name} is {array.dtype}")
+        return arrays["tokens"], arrays["chosen"]
+    except ValueError as error:
         raise ValueError(f"{path}: got no recorded choice ({error}); allowed: npz") from None
 
 

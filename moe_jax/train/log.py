@@ -8,11 +8,14 @@ import csv
 import json
 import math
 import os
-import zipfile
-import zlib
+import sys
 from pathlib import Path
 
 import numpy as np
+
+from moe_jax.untrusted import load_npz, parse_json
+
+_LARGEST = sys.float_info.max
 
 
 class LogError(RuntimeError):
@@ -137,22 +140,38 @@ def read_metrics(directory: str | Path) -> list[dict]:
     rows = []
     for number, line in enumerate(lines, 1):
         try:
-            row = json.loads(line)
-            row["step"], row["split"]
-        except (ValueError, TypeError, KeyError):
-            raise LogError(f"{path}: line {number} is damaged; move the file away") from None
+            row = parse_json(line)
+        except ValueError:
+            row = None
+        if not _is_row(row):
+            raise LogError(f"{path}: line {number} is damaged; move the file away")
         rows.append(row)
     return rows
+
+
+def _is_row(row):
+    """Whether it is what ``write_scalars`` writes."""
+    if not isinstance(row, dict) or type(row.get("step")) is not int:
+        return False
+    numbers = [value for name, value in row.items() if name != "split" and value is not None]
+    if not all(type(number) in (int, float) for number in numbers):
+        return False
+    return isinstance(row.get("split"), str) and all(abs(n) <= _LARGEST for n in numbers)
 
 
 def _read_routing(path, step):
     if not path.exists():
         return []
     try:
-        with np.load(path, allow_pickle=False) as arrays:
-            rows = zip(arrays["step"], arrays["load"], arrays["dropped"], strict=True)
-            return [row for row in rows if row[0] <= step]
-    except (ValueError, KeyError, EOFError, zipfile.BadZipFile, zlib.error):
+        arrays = load_npz(path, ("step", "load", "dropped"))
+        shapes = [array.shape for array in arrays.values()]
+        kinds = [array.dtype for array in arrays.values()]
+        if shapes != [shapes[1][:1], shapes[1], shapes[1]] or len(shapes[1]) != 3:
+            raise ValueError(f"got arrays {shapes}")
+        if kinds != [np.int32] * 3:
+            raise ValueError(f"got arrays of {kinds}")
+        return [row for row in zip(*arrays.values(), strict=True) if row[0] <= step]
+    except ValueError:
         raise LogError(f"{path}: is damaged; move the file away to go on without") from None
 
 

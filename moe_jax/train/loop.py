@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from ml_collections import ConfigDict
 
 from moe_jax.checkpoints import CheckpointError, Checkpoints, saved_steps, set_aside_damaged
+from moe_jax.checkpoints.partial import parse_rules, take_parameters
 from moe_jax.train.build import (
     explain_backend,
     make_initial_state,
@@ -99,6 +100,11 @@ def train(config: ConfigDict, directory: Path, *, stop: StopRequest, name: str =
                 progress.say(f"going on from step {done}")
             else:
                 state = _first_state(config, model, placement)
+                if config.init.checkpoint:
+                    rules = parse_rules(config.init.rules)
+                    params, line = take_parameters(state.params, config.init.checkpoint, rules)
+                    state = state._replace(params=params)
+                    progress.say(f"init: {line}")
             feed = Feed(
                 batches,
                 source=f"data.dataset {config.data.dataset}",

@@ -81,8 +81,13 @@ def _check_same_runs(workdir, runs):
 def _read(directory):
     path = directory / "config.json"
     try:
-        return config_from_json(path.read_text()) if path.exists() else None
-    except (ConfigError, UnicodeDecodeError) as error:
+        if not path.exists():
+            return None
+        config = config_from_json(path.read_bytes())
+        if not isinstance(config.get("variants", ConfigDict()), ConfigDict):
+            raise ConfigError("config.variants: allowed: a dict by name")
+        return config
+    except ConfigError as error:
         raise ConfigError(f"--workdir: {path}: {error}") from None
 
 
