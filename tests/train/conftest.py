@@ -63,9 +63,9 @@ def command(config_file):
     return make
 
 
-@pytest.fixture(scope="session")
-def reference(session_dir, command):
-    """The directory of an uninterrupted run of ten steps."""
+@pytest.fixture(scope="module")
+def reference(session_dir, command, quick_compilation):
+    """The directory of an uninterrupted run of ten steps, which the first module trains."""
     workdir = session_dir / "reference"
     assert main(command(workdir)) == 0
     return workdir
