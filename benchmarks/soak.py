@@ -30,6 +30,7 @@ from moe_jax.checkpoints import saved_steps
 from moe_jax.train.log import read_metrics
 
 MODULE = "benchmarks.soak"
+_RUN = "moe"
 _ROOT = Path(__file__).resolve().parents[1]
 _CONFIG = {
     "evaluate_every_steps": 100,
@@ -72,7 +73,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options.output.mkdir(parents=True, exist_ok=True)
     record = report.record(MODULE, arguments)
     fields = _CONFIG | {"steps": options.steps} | (_QUICK if options.quick else {})
-    alone, disturbed = options.output / "alone", options.output / "disturbed"
+    # A config with variants has a folder for each.
+    alone, disturbed = options.output / "alone" / _RUN, options.output / "disturbed" / _RUN
     print("the undisturbed run", flush=True)
     [code] = _end(_start(Layout(1, 1, {}), alone, fields), None)
     if code:
@@ -138,8 +140,8 @@ def _disturb(workdir, fields, options):
             )
         )
         print("  ".join(f"{name} {value}" for name, value in lives[-1].items()), flush=True)
-        if last and any(codes):
-            break
+        if last:
+            break  # with all steps, or never
     return lives
 
 
@@ -152,18 +154,20 @@ def _start(layout, workdir, fields):
         "XLA_FLAGS": f"--xla_force_host_platform_device_count={share}",
         "JAX_PLATFORMS": "cpu",
         # So that most lives are spent in training.
-        "JAX_COMPILATION_CACHE_DIR": str(workdir.parent / "programs"),
+        "JAX_COMPILATION_CACHE_DIR": str(workdir.parents[1].resolve() / "programs"),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "1",
     }
     fields = fields | {f"mesh.{axis}": size for axis, size in layout.mesh.items()}
-    line = [sys.executable, "-m", "moe_jax.train", "--config", "configs/demo.py:moe"]
-    line += ["--workdir", str(workdir.resolve())]
+    line = [sys.executable, "-m", "moe_jax.train", "--config", f"configs/demo.py:{_RUN}"]
+    line += ["--workdir", str(workdir.parent.resolve())]
     line += [f"--config.{name}={value}" for name, value in fields.items()]
     processes = []
     for index in range(layout.processes):
         cluster = ["--coordinator", f"localhost:{port}", "--process_index", str(index)]
         cluster += ["--num_processes", str(layout.processes)]
-        with (workdir.parent / f"{workdir.name}-{index}.log").open("a") as log:
+        folder = workdir.parent
+        folder.mkdir(exist_ok=True)
+        with (folder.parent / f"{folder.name}-{index}.log").open("a") as log:
             processes.append(
                 subprocess.Popen(
                     line + (cluster if layout.processes > 1 else []),
@@ -212,7 +216,7 @@ def _draw(path, alone, disturbed, lives):
     for directory, style in ((alone, "-"), (disturbed, "--")):
         rows = [row for row in read_metrics(directory) if row["split"] == "train"]
         curves.append({row["step"]: row["loss"] for row in rows})
-        above.plot(curves[-1].keys(), curves[-1].values(), style, label=directory.name)
+        above.plot(curves[-1].keys(), curves[-1].values(), style, label=directory.parent.name)
     for life in lives[:-1]:
         above.axvline(life["step"], color="0.8", linewidth=0.8, zorder=0)
     steps = sorted(curves[0].keys() & curves[1].keys())
