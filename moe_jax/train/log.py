@@ -156,7 +156,9 @@ def _is_row(row):
     numbers = [value for name, value in row.items() if name != "split" and value is not None]
     if not all(type(number) in (int, float) for number in numbers):
         return False
-    return isinstance(row.get("split"), str) and all(abs(n) <= _LARGEST for n in numbers)
+    if not isinstance(row.get("split"), str) or not all(abs(n) <= _LARGEST for n in numbers):
+        return False
+    return all(text.isprintable() for text in (*row, row["split"]))  # and so, can be encoded
 
 
 def _read_routing(path, step):

@@ -114,7 +114,19 @@ def test_tensorboard_has_a_series_per_scalar_whatever_the_number_of_experts(tmp_
     }
 
 
-@pytest.mark.parametrize("line", [b"garbage\n", b"\n", b'{"a": 1}\n', b"3\n", b"\xff\n"])
+@pytest.mark.parametrize(
+    "line",
+    [
+        b"garbage\n",
+        b"\n",
+        b'{"a": 1}\n',
+        b"3\n",
+        b"\xff\n",
+        b'{"step": "1", "split": "train"}\n',
+        b'{"step": 1, "split": "train", "loss": NaN}\n',
+        b'{"step": 1, "split": "\\ud800"}\n',
+    ],
+)
 def test_a_damaged_line_is_named(tmp_path, line):
     good = b'{"step": 1, "split": "train"}\n'
     (tmp_path / "metrics.jsonl").write_bytes(good + line + good)
