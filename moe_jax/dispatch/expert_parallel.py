@@ -149,10 +149,11 @@ def _with_exchange(x, expert, gate, experts, num_experts, parallel, compute, cap
         return values.ravel().at[assignment].get(mode="fill", fill_value=fill)
 
     rows = exchange.send(to_rows(options["backend"], x, row, assignment), 0)
-    # The gate travels too: where it is applied, no expert's output needs to be kept.
-    gates = exchange.send(take(gate, 0)[:, None], 0)
+    # The gate travels too: where it is applied, no expert's output needs to be kept. As vectors,
+    # since a TPU pads the columns of a matrix to 128, in blocks; ragged rows it pads in any case.
+    gates = exchange.send(take(gate, 0), 0)[:, None]
     expert = jnp.where(expert < num_experts, expert % num_local, num_local)
-    expert = exchange.send(take(expert, num_local)[:, None], num_local)
+    expert = exchange.send(take(expert, num_local), num_local)[:, None]
     most = rows.shape[0] if capacity is None else min(capacity * _crowds(parallel), rows.shape[0])
     position = _rank(expert, num_local)
     rows = compute(rows, expert, gates, position, experts, capacity=most, **options)

@@ -119,6 +119,9 @@ class SharedStop:
         self._stop = stop
         self._mesh = mesh if jax.process_count() > 1 else None
         self._answer = None
+        if self._mesh is not None:
+            whole = NamedSharding(mesh, PartitionSpec())
+            self._any = jax.jit(jax.numpy.any, out_shardings=whole)
 
     def __call__(self) -> bool:
         """Whether to stop now; every process calls it once a step, and hears the same."""
@@ -135,8 +138,4 @@ class SharedStop:
         over = NamedSharding(self._mesh, PartitionSpec(self._mesh.axis_names))
         mine = np.array([self._stop.signal is not None])
         asked = jax.make_array_from_callback((self._mesh.size,), over, lambda index: mine)
-        return _any(NamedSharding(self._mesh, PartitionSpec()), asked)
-
-
-def _any(where, flags):
-    return jax.jit(jax.numpy.any, out_shardings=where)(flags)
+        return self._any(asked)

@@ -21,6 +21,7 @@ from moe_jax.checkpoints import (
     set_aside_damaged,
 )
 from moe_jax.checkpoints.files import find_damage
+from moe_jax.sharding import make_mesh, shardings_of
 
 
 def make_trees(seed=0, width=64):
@@ -330,3 +331,32 @@ def test_what_a_killed_process_left_half_written_is_no_checkpoint(tmp_path):
 def test_a_list_of_files_of_another_shape_is_damage(tmp_path, content):
     (tmp_path / "files.json").write_text(content)
     assert find_damage(tmp_path) == "files.json is damaged"
+
+
+def expert_trees(mesh):
+    """Weights and moments in which expert i is full of i, spread over the mesh."""
+    number = jnp.arange(8.0)[:, None, None]
+    weight = jnp.broadcast_to(number, (8, 4, 6))
+    params = {"experts": {"w_in": weight, "w_out": jnp.swapaxes(weight, 1, 2)}}
+    trees = {"params": params, "training": optax.adam(1e-3).init(params)[0]._replace(mu=params)}
+    return jax.device_put(trees, shardings_of(trees, mesh))
+
+
+@pytest.mark.parametrize("saved_on", [2, 8])
+def test_experts_come_back_on_another_mesh(tmp_path, saved_on):
+    """Every device's experts are saved, with their moments, and go where the new mesh has them."""
+    trees = expert_trees(make_mesh(data=1, expert=saved_on))
+    with open_checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(1, trees)
+    for sizes in (dict(data=1), dict(data=1, expert=2), dict(data=2, fsdp=2), dict(expert=8)):
+        like = expert_trees(make_mesh(**sizes))
+        shapes = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), like
+        )
+        with open_checkpoints(tmp_path) as checkpoints:
+            restored = checkpoints.restore(1, shapes)
+        assert_same_bits(restored, trees)
+        for got, wanted in zip(jax.tree.leaves(restored), jax.tree.leaves(like), strict=True):
+            assert got.sharding == wanted.sharding
+        for moment in (restored["params"], restored["training"].mu):
+            np.testing.assert_array_equal(moment["experts"]["w_in"][:, 0, 0], np.arange(8))

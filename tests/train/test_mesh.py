@@ -58,6 +58,7 @@ def run_of(tiny):
             "moe.expert_width": 12,
             "moe.implementation": "dropless",
             "moe.backend": "reference",  # compiles quickly
+            "losses.load_balance": 0.5,
         }
         return tiny(**common | RUNS[name])
 
@@ -88,7 +89,7 @@ def two_steps(run, mesh):
             model,
             optimizer,
             lambda count: 1.0,
-            make_weights(run)._replace(load_balance=0.5),
+            make_weights(run),
             accumulate_steps=run.optimizer.accumulate_steps,
             method=make_method(run),
             steps=10,
@@ -151,3 +152,20 @@ def test_a_step_is_that_of_one_device(name, mesh, run_of, on_one_device):
     dropped = np.sum(metrics.routing.dropped)
     assert (dropped > 0) == (run.moe.capacity_factor is not None)
     assert np.sum(metrics.routing.load) > 0
+
+
+def test_the_capacity_of_a_shard_is_that_of_a_microbatch(run_of):
+    """Eight devices with two sequences each, and one device with eight microbatches of two."""
+    run = run_of("bias and drops")
+    run.moe.update(capacity_factor=0.5, priority="gate")
+    run.losses.update(load_balance=0.0, z=0.0)  # of a batch and of microbatches they differ
+    run.optimizer.accumulate_steps = 8
+    _, *expected = two_steps(run, None)
+    run.optimizer.accumulate_steps = 1
+    run.moe.capacity_scope = "shard"
+    _, *got = two_steps(run, make_mesh(data=2, expert=4))
+    for (state, metrics), (one_state, one_metrics) in zip(got, expected, strict=True):
+        assert_same(state, one_state)
+        np.testing.assert_array_equal(metrics.routing.dropped, one_metrics.routing.dropped)
+        np.testing.assert_allclose(metrics.loss, one_metrics.loss, rtol=1e-5)
+    assert np.sum(got[0][1].routing.dropped) > 0
