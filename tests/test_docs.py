@@ -27,6 +27,7 @@ from moe_jax.routing import (
     default_arguments,
     make_router,
 )
+from moe_jax.train.processes import take_cluster
 from moe_jax.train.restarts import take_max_restarts
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -202,6 +203,7 @@ def test_training_commands_are_valid(name, monkeypatch):
     for _, module, arguments in module_commands(name):
         if module == "moe_jax.train":
             _, arguments = take_max_restarts(arguments)
+            arguments = [word for word in take_cluster(arguments)[0] if word != "--profile"]
             parse_command_line(arguments, usage="")  # ConfigError names what is wrong
 
 

@@ -37,7 +37,7 @@ Exit codes: 0 finished, 1 an error (one line on stderr), 75 an error that may pa
 not come or cannot be read, another process of the run is gone), 130 stopped by SIGINT, 143 by
 SIGTERM. With --max_restarts N, a parent process starts the training again when it died of another
 signal or ended with 75, at most N times in a row without a new checkpoint; the exit code is the
-last one's.
+last one's. --profile traces five steps, after the first five of the process, into DIR/profile.
 
 DIR (or DIR/VARIANT) gets config.json, summary.json (where the time went), metrics.jsonl,
 metrics.csv, routing.npz (load and dropped assignments by step, layer and expert), tensorboard/ and
@@ -54,6 +54,7 @@ def main(arguments: Sequence[str]) -> int:
     try:
         max_restarts, arguments = take_max_restarts(arguments)
         rest, cluster = take_cluster(arguments)
+        profile, rest = "--profile" in rest, [word for word in rest if word != "--profile"]
         if max_restarts:
             _, workdir = parse_command_line(rest, usage=USAGE)
             command = [sys.executable, "-m", "moe_jax.train", *arguments]
@@ -68,7 +69,7 @@ def main(arguments: Sequence[str]) -> int:
         with StopRequest() as stop:
             for directory, run in runs.items():
                 variant = "" if directory == workdir else directory.name
-                train(run, directory, stop=stop, name=variant)
+                train(run, directory, stop=stop, name=variant, profile=profile)
                 if stop.signal:
                     break
     except (ConfigError, CheckpointError, LogError, TrainingError) as error:

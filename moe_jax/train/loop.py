@@ -31,6 +31,7 @@ from moe_jax.train.processes import SharedStop, is_first, wait_for_all
 from moe_jax.train.progress import Progress
 from moe_jax.train.signals import StopRequest
 from moe_jax.train.state import TrainState
+from moe_jax.train.trace import StepTrace
 
 _STILL_COMPILING_SECONDS = 30.0
 
@@ -52,7 +53,14 @@ class Data(NamedTuple):
     validation: Any
 
 
-def train(config: ConfigDict, directory: Path, *, stop: StopRequest, name: str = "") -> None:
+def train(
+    config: ConfigDict,
+    directory: Path,
+    *,
+    stop: StopRequest,
+    name: str = "",
+    profile: bool = False,
+) -> None:
     """Trains until the last step or until ``stop``; then the run's files and checkpoint are whole.
 
     A run that has checkpoints goes on from the last good one and gives the very numbers of a run
@@ -63,6 +71,7 @@ def train(config: ConfigDict, directory: Path, *, stop: StopRequest, name: str =
       directory: of the run; must exist.
       stop: looked at after every step. A validation at hand is finished first.
       name: of the run, for messages.
+      profile: some steps are traced, into the folder "profile" of the run.
 
     Raises:
       TrainingError: the loss became NaN or infinite, more often than it may, or the data cannot be
@@ -112,11 +121,12 @@ def train(config: ConfigDict, directory: Path, *, stop: StopRequest, name: str =
                 say=progress.say,
             )
             log = RunLog(directory, step=done) if is_first() else NoLog(directory)
-            with contextlib.closing(feed), log:
+            trace = StepTrace(directory / "profile" if profile and is_first() else None)
+            with contextlib.closing(feed), contextlib.closing(trace), log:
                 run = _Run(
                     config, model, data, checkpoints, log, progress, placement, feed, goodput
                 )
-                run.train(state, stop)
+                run.train(state, stop, trace)
 
 
 class _Run:
@@ -136,7 +146,7 @@ class _Run:
         self._timer = None  # (step, time) from which the throughput is measured
         self._idle_before = 0.0  # idle_seconds of the feed then
 
-    def train(self, state: TrainState, stop: StopRequest) -> None:
+    def train(self, state: TrainState, stop: StopRequest, trace: StepTrace) -> None:
         config = self._config
         step = saved = int(state.step)
         with self._goodput.spent("compiling"):
@@ -151,9 +161,13 @@ class _Run:
             batch = self._next_batch(step + 1, previous, stop)
             if batch is None:
                 break
-            batch = self._placement.put(batch, config.data.batch_size)
-            state, metrics = train_step(state, batch)
+            with trace.watch(step + 1):
+                batch = self._placement.put(batch, config.data.batch_size)
+                state, metrics = train_step(state, batch)
             step += 1
+            if trace.is_complete():
+                jax.block_until_ready(metrics)
+                self._progress.say(trace.close())
             # One step behind, so that the device is never without work.
             if previous is not None:
                 self._require_finite(step - 1, previous)

@@ -181,6 +181,46 @@ def test_capacity_of_a_shard():
         assert dropped.tolist() == [16, *[0] * (E - 1)]
 
 
+def slow_ragged_all_to_all(
+    operand, output, input_offsets, send_sizes, output_offsets, recv_sizes, *, axis_name
+):
+    """What ``jax.lax.ragged_all_to_all`` does, for CPUs: everybody sees everything."""
+    here = jax.lax.axis_index(axis_name)
+    operands = jax.lax.all_gather(operand, axis_name)  # [P, N, ...]
+    starts, sizes, places = (
+        jax.lax.all_gather(x, axis_name)[:, here]
+        for x in (input_offsets, send_sizes, output_offsets)
+    )
+    row = jnp.arange(output.shape[0])[:, None]
+    mine = (row >= places) & (row < places + sizes)  # [M, P]
+    sender = jnp.argmax(mine, axis=1)
+    index = starts[sender] + row[:, 0] - places[sender]
+    taken = operands[sender, jnp.clip(index, 0, operand.shape[0] - 1)]
+    written = jnp.any(mine, axis=1).reshape(-1, *[1] * (operand.ndim - 1))
+    # The receiver knows how much will come.
+    taken = jnp.where(jnp.all(sizes == recv_sizes), taken, jnp.zeros_like(taken) - 1)
+    return jnp.where(written, taken, output)
+
+
+@pytest.mark.parametrize(
+    ("implementation", "factor", "priority", "skewed"),
+    [("dropless", None, "arrival", False), ("sorted", 0.75, "arrival", True)],
+)
+def test_a_ragged_exchange(monkeypatch, implementation, factor, priority, skewed):
+    """Its offsets and sizes, on devices that have no such collective."""
+    monkeypatch.setattr(jax.lax, "ragged_all_to_all", slow_ragged_all_to_all)
+    got = value_and_gradients(
+        mesh_of((2, 1, 4, 1)),
+        inputs(skewed=skewed),
+        implementation=implementation,
+        capacity=None if factor is None else capacity(T, E, K, factor),
+        priority=priority,
+        backend="reference",
+        parallel=parallel_of(exchange="ragged"),
+    )
+    assert_same(got, on_one_device(implementation, factor, priority, skewed))
+
+
 @pytest.mark.parametrize("num_nodes", [1, 2])
 def test_an_exchange_and_back_is_the_identity(num_nodes):
     """Items tagged (device, index); device 3 sends nothing, nobody sends to device 0."""

@@ -15,7 +15,7 @@ def first_state(command, monkeypatch):
     """(workdir, *overrides) -> the state that the run starts from, kept as its checkpoint 1."""
     states = []
 
-    def keep(run, state, stop):
+    def keep(run, state, *_):
         states.append(state)
         run._checkpoints.save(1, loop._trees(state))
 
