@@ -29,6 +29,7 @@ def get_config():
     config.model.dropout = 0.1
     config.moe.num_experts = 4
     config.moe.expert_width = 8
+    config.mesh.data = 1  # of the eight devices of tests
     config.optimizer.warmup_steps = 1
     config.variants = {{
         "dropless": {{}},
