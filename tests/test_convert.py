@@ -17,6 +17,8 @@ from moe_jax.data import pipeline
 from moe_jax.train.build import make_initial_state, make_model
 from moe_jax.train.loop import _trees
 
+pytestmark = pytest.mark.sweep
+
 
 def tiny_config(scan_layers):
     """Dense blocks and blocks with experts in turn, and a router that carries a bias."""

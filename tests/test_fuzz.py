@@ -37,6 +37,8 @@ from moe_jax.models.routers import load_choice, save_choice
 from moe_jax.train.log import LogError, RunLog, read_metrics
 from moe_jax.train.workdir import prepare_workdir
 
+pytestmark = pytest.mark.sweep
+
 TEXT = "ab ab ab"
 
 

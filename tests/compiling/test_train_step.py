@@ -12,6 +12,8 @@ from moe_jax.compiling.topology import Topology, TopologyError
 from moe_jax.compiling.train_step import bytes_per_device, compile_train_step
 from moe_jax.config import base_config, resolve_runs
 
+pytestmark = pytest.mark.sweep
+
 
 @pytest.fixture
 def compile_on(monkeypatch):

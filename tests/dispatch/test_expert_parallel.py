@@ -27,6 +27,13 @@ MESHES = {
     "one device": (1, 1, 1, 1),
 }
 FIRST = "data 2 expert 4"
+ON_EVERY_MESH = [("dropless", None, "arrival", False), ("sorted", 0.75, "arrival", True)]
+CASES = [(FIRST, "dropless", 0.5, "first_choice", True), (FIRST, "sorted", 0.5, "gate", False)]
+CASES += [
+    (mesh, *case) if mesh == FIRST else pytest.param(mesh, *case, marks=pytest.mark.sweep)
+    for mesh in MESHES
+    for case in ON_EVERY_MESH
+]
 T, D, F, E, K = 37, 8, 12, 8, 2  # T is no multiple of any number of shards
 
 
@@ -92,19 +99,7 @@ def on_one_device(implementation, factor, priority, skewed):
     )
 
 
-@pytest.mark.parametrize(
-    ("implementation", "factor", "priority", "skewed"),
-    [
-        ("dropless", None, "arrival", False),  # the slow reference, which compiles quickly
-        ("dropless", 0.5, "first_choice", True),
-        ("sorted", 0.75, "arrival", True),
-        ("sorted", 0.5, "gate", False),
-    ],
-)
-@pytest.mark.parametrize(
-    "mesh",
-    [name if name == FIRST else pytest.param(name, marks=pytest.mark.sweep) for name in MESHES],
-)
+@pytest.mark.parametrize(("mesh", "implementation", "factor", "priority", "skewed"), CASES)
 def test_every_mesh_is_one_device(mesh, implementation, factor, priority, skewed):
     got = value_and_gradients(
         mesh_of(MESHES[mesh]),

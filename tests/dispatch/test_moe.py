@@ -1,6 +1,7 @@
 """The three dispatchers against a loop over experts: outputs, drops and every gradient."""
 
 import functools
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,25 @@ from moe_jax.dispatch import IMPLEMENTATIONS, PRIORITIES, capacity, moe, positio
 from moe_jax.routing import softmax_top_k, top_k_softmax
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
+# Tests on the backend of the device. The others are of what is done around it, and have the
+# reference, which compiles in a tenth of the time; tests/kernels holds all backends to it.
+ON_THE_DEVICE = {
+    "test_matches_the_loop",
+    "test_small_and_odd_sizes",
+    "test_under_vmap_and_remat",
+    "test_inside_shard_map_with_all_checks",
+    "test_nothing_of_another_expert_reaches_a_gradient",
+}
+
+
+@pytest.fixture(autouse=True)
+def backend(request, monkeypatch):
+    if request.node.originalname not in ON_THE_DEVICE:
+        module = sys.modules["moe_jax.dispatch.moe"]  # the package has a function of that name
+        select = module.select
+        monkeypatch.setattr(
+            module, "select", lambda dtype, widths, name: select(dtype, widths, name or "reference")
+        )
 
 
 def slow_drop(routing, num_experts, capacity, priority):

@@ -9,6 +9,8 @@ from moe_jax.checkpoints.names import arrays_by_name
 from moe_jax.train import loop
 from moe_jax.train.__main__ import main
 
+pytestmark = pytest.mark.sweep
+
 
 @pytest.fixture
 def first_state(command, monkeypatch):

@@ -11,6 +11,8 @@ from moe_jax.train import restarts
 from moe_jax.train.__main__ import main
 from moe_jax.train.restarts import run_with_restarts, take_max_restarts
 
+pytestmark = pytest.mark.sweep
+
 # Runs the command. In its first life the writer of a checkpoint is slow to finish, and the process
 # is killed while it is at it.
 KILLED_ONCE = """

@@ -24,6 +24,7 @@ TINY = {
     "model.num_layers": 2,
     "model.num_heads": 2,
     "moe.expert_width": 16,
+    "moe.backend": "reference",  # compiles quickly
     "mesh.data": 1,  # of the eight devices of tests
     "optimizer.warmup_steps": 1,
 }

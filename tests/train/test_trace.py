@@ -1,10 +1,13 @@
 import gzip
 import json
 
+import pytest
+
 from moe_jax.train.__main__ import main
 from moe_jax.train.trace import StepTrace
 
 
+@pytest.mark.sweep
 def test_a_run_traces_some_steps(command, tmp_path, capsys):
     """Of ten steps the last five, each by its number."""
     assert main(command(tmp_path, "--profile", "--config.evaluate_every_steps=100")) == 0
