@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 import absl.logging
+import jax
 
 from moe_jax.checkpoints import CheckpointError
 from moe_jax.config import ConfigError, parse_command_line, resolve_runs
@@ -56,6 +57,8 @@ def main(arguments: Sequence[str]) -> int:
         rest, cluster = take_cluster(arguments)
         profile, rest = "--profile" in rest, [word for word in rest if word != "--profile"]
         if max_restarts:
+            # The accelerators are the child's: whoever asks for them first has them.
+            jax.config.update("jax_platforms", "cpu")
             _, workdir = parse_command_line(rest, usage=USAGE)
             command = [sys.executable, "-m", "moe_jax.train", *arguments]
             return run_with_restarts(command, workdir, max_restarts=max_restarts)
