@@ -15,7 +15,7 @@ demo: $(VENV)/installed  ## Train a small MoE and a dense model, evaluate and dr
 	$(RUN) -m moe_jax.evaluate --workdir runs/demo
 
 test: $(VENV)/installed  ## Run all tests that need no accelerator's compiler or interpreter
-	$(RUN) -m pytest -q -n 2 -m "not interpreted and not compiler and not benchmarks" tests
+	$(RUN) -m pytest -q -n 2 --dist worksteal -m "not interpreted and not compiler and not benchmarks" tests
 
 lint: $(VENV)/installed  ## Check style
 	$(RUN) -m ruff check .

@@ -17,7 +17,6 @@ pytestmark = pytest.mark.usefixtures("quick_compilation")
 # reference, which compiles in a tenth of the time; tests/kernels holds all backends to it.
 ON_THE_DEVICE = {
     "test_matches_the_loop",
-    "test_small_and_odd_sizes",
     "test_under_vmap_and_remat",
     "test_inside_shard_map_with_all_checks",
     "test_nothing_of_another_expert_reaches_a_gradient",
