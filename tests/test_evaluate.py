@@ -9,6 +9,7 @@ from moe_jax import evaluate
 from moe_jax.data import pipeline
 from moe_jax.train.__main__ import main as train
 
+pytestmark = pytest.mark.sweep
 CONFIG_FILE = """
 from moe_jax.config import base_config
 
@@ -97,7 +98,6 @@ def test_table_json_and_pictures(workdir, capsys):
     assert page.startswith("<!") and "http" not in page.split("<body")[1]
 
 
-@pytest.mark.sweep
 def test_batch_size_does_not_matter_without_a_capacity(workdir):
     found = []
     for batch_size in (1, 7, 32):
@@ -117,7 +117,6 @@ def test_twice_the_same_to_the_bit(workdir):
     assert rows[0]["dense"]["split"] == "validation"
 
 
-@pytest.mark.sweep
 def test_another_checkpoint(workdir):
     assert evaluate.main(["--workdir", str(workdir), "--step", "2"]) == 0
     assert read(workdir)["dense"]["step"] == 2

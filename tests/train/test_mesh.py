@@ -32,6 +32,7 @@ RUNS = {
         "model.use_bias": True,
         "optimizer.accumulate_steps": 2,
         "model.scan_layers": True,
+        "model.num_layers": 2,
         "model.remat": True,
     },
     "smooth": {"router": "smooth_top_k", "moe.capacity_factor": 0.5, "model.glu": True},
@@ -57,6 +58,7 @@ def run_of(tiny):
             "moe.num_experts": 8,
             "moe.expert_width": 12,
             "moe.implementation": "dropless",
+            "model.num_layers": 1,
             "moe.backend": "reference",  # compiles quickly
             "losses.load_balance": 0.5,
         }
@@ -154,6 +156,7 @@ def test_a_step_is_that_of_one_device(name, mesh, run_of, on_one_device):
     assert np.sum(metrics.routing.load) > 0
 
 
+@pytest.mark.sweep
 def test_the_capacity_of_a_shard_is_that_of_a_microbatch(run_of):
     """Eight devices with two sequences each, and one device with eight microbatches of two."""
     run = run_of("bias and drops")

@@ -103,6 +103,7 @@ def _check_metrics(name, rows):
     assert all(value is not None for row in rows for value in row.values())
 
 
+@pytest.mark.sweep
 def test_evaluation_moves_no_state(tmp_path, session_dir, arrays_of):
     """Validating after every step instead of never gives the same bias, to the bit."""
     runs = []

@@ -72,6 +72,7 @@ def assert_trees_close(a, b, atol):
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=atol, rtol=0), a, b)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("holes", [False, True])
 def test_loss_is_the_mean_over_tokens_plus_the_mean_over_layers(tiny, holes):
     config = tiny()
