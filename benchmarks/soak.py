@@ -40,6 +40,7 @@ _CONFIG = {
     "data.batch_size": 16,
     "data.tokenizer": "byte",
     "optimizer.learning_rate": 1e-3,
+    "optimizer.warmup_steps": 10,
     "model.num_layers": 2,
 }
 _QUICK = {"model.width": 32, "moe.expert_width": 32, "data.sequence_length": 32}
