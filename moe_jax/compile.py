@@ -1,6 +1,5 @@
 """The command python -m moe_jax.compile: what a train step costs on chips that are not there."""
 
-import argparse
 import json
 import os
 import re
@@ -18,7 +17,7 @@ from moe_jax.compiling.collectives import find_collectives
 from moe_jax.compiling.estimate import remedies, step_time, summarize
 from moe_jax.compiling.topology import ALLOWED, TopologyError, parse_topology
 from moe_jax.compiling.train_step import Program, bytes_per_device, compile_train_step
-from moe_jax.config import ConfigError, parse_command_line, resolve_runs
+from moe_jax.config import CommandParser, ConfigError, parse_command_line, resolve_runs
 from moe_jax.kernels.targets import ENVIRONMENT
 from moe_jax.models.accounting import count_parameters, forward_flops_per_token
 
@@ -290,14 +289,9 @@ class _Progress:
             self.say(self._doing if self._doing.startswith("still") else f"still {self._doing}")
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message):
-        raise ConfigError(f"{message} (--help lists what is allowed)")
-
-
 def _parse(arguments):
     """The options, and the config."""
-    parser = _Parser(add_help=False, allow_abbrev=False)
+    parser = CommandParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--config")
     parser.add_argument("--topology")
     parser.add_argument("--json", type=Path)

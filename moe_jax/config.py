@@ -4,6 +4,7 @@ A config file defines ``get_config() -> ConfigDict``, usually ``base_config()`` 
 changed. The commands read it, check it and hand plain values on; no layer ever sees a config.
 """
 
+import argparse
 import difflib
 import json
 import math
@@ -61,6 +62,13 @@ class ConfigError(ValueError):
 
     def __init__(self, message: str):
         super().__init__(one_line(message))
+
+
+class CommandParser(argparse.ArgumentParser):
+    """A parser of a command's own flags, whose complaints are a ConfigError."""
+
+    def error(self, message):
+        raise ConfigError(f"{message} (--help lists what is allowed)")
 
 
 class Field(NamedTuple):

@@ -30,16 +30,16 @@ from moe_jax.checkpoints.safetensors_files import (
     write_safetensors,
 )
 from moe_jax.config import (
+    CommandParser,
     ConfigError,
     config_from_json,
     config_to_json,
     resolve_runs,
     validate,
 )
-from moe_jax.data.tokenizers import ByteTokenizer
 from moe_jax.models.accounting import ParameterCount, count_parameters
 from moe_jax.routing import ExpertMerge, SoftChoice
-from moe_jax.train.build import make_initial_state, make_method, make_model
+from moe_jax.train.build import make_initial_state, make_method, make_model, vocabulary_of
 
 DESCRIPTION = """\
 Shows what is in a checkpoint, and brings it into other forms.
@@ -248,8 +248,7 @@ def _chosen_step(checkpoints, text):
 def _model_shapes(config):
     """{"params": ..., "router_state": ...} of a model, with shapes as leaves."""
     config.moe.backend = None  # of the machine that it was trained on
-    is_byte = config.data.tokenizer == "byte"
-    model = make_model(config, ByteTokenizer.vocab_size if is_byte else config.data.vocab_size)
+    model = make_model(config, vocabulary_of(config))
     return jax.eval_shape(lambda: make_initial_state(config, model)).variables
 
 
@@ -342,13 +341,8 @@ def _read_metadata(path: Path, reader: SafetensorsReader) -> tuple[ConfigDict, i
     return config, step, cross_entropy
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message):
-        raise ConfigError(f"{message} (--help lists what is allowed)")
-
-
 def _parse(arguments):
-    parser = _Parser(
+    parser = CommandParser(
         prog="python -m moe_jax.convert",
         description=DESCRIPTION,
         epilog=EXAMPLE,

@@ -13,7 +13,7 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from moe_jax.checkpoints import CheckpointError, best_step, restore_trees, saved_steps
-from moe_jax.config import ConfigError, config_from_json, resolve_runs, validate
+from moe_jax.config import CommandParser, ConfigError, config_from_json, resolve_runs, validate
 from moe_jax.data.cache import atomic_write
 from moe_jax.models.accounting import (
     ForwardFlops,
@@ -405,13 +405,8 @@ def _write_load(path, evaluation):
         np.savez(file, load=evaluation.load, dropped=evaluation.dropped)
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message):
-        raise ConfigError(f"{message} (--help lists what is allowed)")
-
-
 def _parse(arguments):
-    parser = _Parser(
+    parser = CommandParser(
         prog="python -m moe_jax.evaluate",
         description=DESCRIPTION,
         epilog=EXAMPLE,

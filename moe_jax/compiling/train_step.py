@@ -19,11 +19,10 @@ from moe_jax.train.build import (
     make_model,
     make_run_mesh,
     make_train_step_of,
+    vocabulary_of,
 )
 from moe_jax.train.placement import Placement
 from moe_jax.train.state import TrainState
-
-_BYTE_VOCABULARY = 257
 
 
 class Program(NamedTuple):
@@ -78,11 +77,6 @@ def compile_train_step(
         began = time.perf_counter()
         compiled = lowered.compile()
     return Program(compiled, state, place.mesh, backend, time.perf_counter() - began)
-
-
-def vocabulary_of(config: ConfigDict) -> int:
-    """The tokens of the config's tokenizer, which is not looked at."""
-    return _BYTE_VOCABULARY if config.data.tokenizer == "byte" else config.data.vocab_size
 
 
 def bytes_per_device(tree: Any) -> int:

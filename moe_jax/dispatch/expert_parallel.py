@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec
 from moe_jax.dispatch.capacity import Priority, drop_over_capacity, positions
 from moe_jax.dispatch.exchange import (
     EXCHANGES,
+    NOWHERE,
     Exchange,
     ExchangeKind,
     padded_exchange,
@@ -199,7 +200,7 @@ def _positions(expert, gate, num_experts, priority: Priority, parallel):
     queue = jnp.arange(len(queues))[:, None]
     position = rank + before[queue, jnp.minimum(queues, num_experts - 1)]
     position = position.reshape(expert.shape) if priority == "arrival" else position.T
-    return jnp.where(expert < num_experts, position, jnp.iinfo(jnp.int32).max)
+    return jnp.where(expert < num_experts, position, NOWHERE)
 
 
 def _rank(expert, num_experts):

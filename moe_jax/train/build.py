@@ -27,6 +27,14 @@ from moe_jax.train.state import TrainState, initial_state
 from moe_jax.train.step import AuxiliaryWeights, make_train_step
 
 
+def vocabulary_of(config: ConfigDict) -> int:
+    """The tokens of the config's tokenizer, which is not looked at."""
+    from moe_jax.data.tokenizers import ByteTokenizer
+
+    is_byte = config.data.tokenizer == "byte"
+    return ByteTokenizer.vocab_size if is_byte else config.data.vocab_size
+
+
 def make_model(config: ConfigDict, vocab_size: int, mesh: Mesh | None = None) -> LanguageModel:
     """The model of a single-run config (``moe_jax.config.resolve_runs``).
 

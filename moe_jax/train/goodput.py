@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 
 from moe_jax.data.cache import atomic_write
+from moe_jax.untrusted import parse_json
 
 PARTS = ("training", "preparing", "compiling", "validation", "saving", "data")
 
@@ -74,7 +75,7 @@ def describe(seconds: dict[str, float]) -> str:
 def _read(path):
     """Seconds by part and the number of restarts, this process's own included."""
     try:
-        summary = json.loads(path.read_bytes())
+        summary = parse_json(path.read_bytes())
         seconds = {part: float(summary["seconds"][part]) for part in PARTS}
         return seconds, int(summary["restarts"]) + 1
     except (OSError, ValueError, KeyError, TypeError):  # none yet, or not one of ours

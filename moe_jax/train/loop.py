@@ -81,10 +81,9 @@ def train(
     """
     checkpoints_directory = directory / "checkpoints"
     if is_first():
-        done = set_aside_damaged(checkpoints_directory, functools.partial(print, flush=True))
+        set_aside_damaged(checkpoints_directory, functools.partial(print, flush=True))
     wait_for_all("the checkpoints")
-    if not is_first():
-        done = max(saved_steps(checkpoints_directory), default=0)
+    done = max(saved_steps(checkpoints_directory), default=0)
     if done >= config.steps:
         if is_first():
             print(f"{directory}: finished ({done} steps), nothing to do", flush=True)

@@ -276,9 +276,9 @@ def _split(batch: Any, parts: int, batch_axes: tuple[str, ...]) -> Any:
 
     def split(x):
         x = x.reshape(parts, x.shape[0] // parts, *x.shape[1:])
+        if not batch_axes:
+            return x
         # Else every microbatch would lie on a few of the devices.
         return jax.lax.with_sharding_constraint(x, PartitionSpec(None, batch_axes))
 
-    if not batch_axes:
-        return jax.tree.map(lambda x: x.reshape(parts, x.shape[0] // parts, *x.shape[1:]), batch)
     return jax.tree.map(split, batch)
