@@ -75,7 +75,8 @@ def compile_train_step(
         lowered = step.trace(state, batch).lower(lowering_platforms=(topology.platform,))
         say(f"compiling it for {len(devices)} devices of {topology.name}; {backend}")
         began = time.perf_counter()
-        compiled = lowered.compile()
+        # As the trainer compiles it, so that this is the program that will run.
+        compiled = lowered.compile(compiler_options=place.compiler_options())
     return Program(compiled, state, place.mesh, backend, time.perf_counter() - began)
 
 

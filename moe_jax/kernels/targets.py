@@ -1,8 +1,8 @@
 """Compiles for accelerators that are not there.
 
-The TPU and the GPU compiler of jax run on any machine: ``pip install jax[tpu] jax-cuda13-plugin
-jax-cuda13-pjrt``. The process must not own an accelerator and must start with the variables of
-``ENVIRONMENT``, which jax reads when it is imported.
+The TPU and the GPU compiler of jax run on any machine: ``pip install jax[tpu,cuda13-local]``. The
+process must not own an accelerator and must start with the variables of ``ENVIRONMENT``, which jax
+reads when it is imported.
 """
 
 import contextlib
