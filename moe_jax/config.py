@@ -68,7 +68,7 @@ class CommandParser(argparse.ArgumentParser):
     """A parser of a command's own flags, whose complaints are a ConfigError."""
 
     def error(self, message):
-        raise ConfigError(f"{message} (--help lists what is allowed)")
+        raise ConfigError(f"{message.removeprefix('argument ')} (--help lists what is allowed)")
 
 
 class Field(NamedTuple):

@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from moe_jax.config import parse_command_line
-from moe_jax.train.processes import Cluster, take_cluster
+from moe_jax.train.flags import Cluster, take_flags
 
 FOLDER = Path(__file__).resolve().parents[1] / "cluster"
 
@@ -17,9 +17,9 @@ FOLDER = Path(__file__).resolve().parents[1] / "cluster"
 def checked(words):
     """What a command ``python -m moe_jax.train ...`` says; its fields are checked."""
     assert words[:3] == ["python", "-m", "moe_jax.train"]
-    rest, cluster = take_cluster(words[3:])
+    flags, rest = take_flags(words[3:])
     config, workdir = parse_command_line(rest, usage="")
-    return cluster, config, workdir
+    return flags.cluster, config, workdir
 
 
 def arguments_of(script, program, tmp_path, **environment):

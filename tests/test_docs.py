@@ -27,8 +27,7 @@ from moe_jax.routing import (
     default_arguments,
     make_router,
 )
-from moe_jax.train.processes import take_cluster
-from moe_jax.train.restarts import take_max_restarts
+from moe_jax.train.flags import take_flags
 
 ROOT = Path(__file__).resolve().parents[1]
 ROUTERS_PAGE = "docs/routers.md"
@@ -202,8 +201,7 @@ def test_training_commands_are_valid(name, monkeypatch):
     monkeypatch.chdir(ROOT)
     for _, module, arguments in module_commands(name):
         if module == "moe_jax.train":
-            _, arguments = take_max_restarts(arguments)
-            arguments = [word for word in take_cluster(arguments)[0] if word != "--profile"]
+            _, arguments = take_flags(arguments)
             parse_command_line(arguments, usage="")  # ConfigError names what is wrong
 
 

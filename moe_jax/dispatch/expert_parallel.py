@@ -123,8 +123,7 @@ def expert_parallel_moe(
         of_one_device,
         in_specs=(tokens, tokens, tokens, specs),
         out_specs=(tokens, PartitionSpec()),
-        # Our kernels for GPUs and those of tokamax are not typed.
-        check_vma=backend.name not in ("mosaic_gpu", "tokamax"),
+        check_vma=backend.typed,
     )
     y, dropped = run(x, expert, gate, experts)
     return y[:num_tokens], dropped

@@ -261,6 +261,8 @@ class Backend(NamedTuple):
       forward, backward: the experts as a whole; None means that they are put together from matmul,
         hidden and outer.
       slack_rows: (N, E) -> rows that ``forward`` and ``backward`` need after the last row.
+      typed: whether it computes where ``jax.shard_map`` checks over which axes of the mesh a value
+        varies; if not, it needs check_vma=False there.
     """
 
     name: str
@@ -274,6 +276,7 @@ class Backend(NamedTuple):
     forward: Forward | None = None
     backward: Backward | None = None
     slack_rows: Callable[[int, int], int] = lambda num_rows, num_groups: 0
+    typed: bool = True
 
 
 def of_kernels(name: str, grouped, rows, router, interpret) -> Backend:

@@ -74,12 +74,17 @@ def tokamax_ragged_dot(lhs, rhs, group_sizes, *, implementation):
     return out[:num_rows]
 
 
+def _tokamax(implementation):
+    product = functools.partial(tokamax_ragged_dot, implementation=implementation)
+    return _backend("tokamax", product)._replace(typed=False)
+
+
 def has_tokamax() -> bool:
     """Whether the package is there."""
     return importlib.util.find_spec("tokamax") is not None
 
 
 XLA = _backend("xla_ragged", jax.lax.ragged_dot)
-TOKAMAX = _backend("tokamax", functools.partial(tokamax_ragged_dot, implementation="mosaic"))
+TOKAMAX = _tokamax("mosaic")
 # The same on CPU, where tokamax has no kernel: for tests of what stands around the product.
-TOKAMAX_ON_CPU = _backend("tokamax", functools.partial(tokamax_ragged_dot, implementation="xla"))
+TOKAMAX_ON_CPU = _tokamax("xla")

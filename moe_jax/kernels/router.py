@@ -77,11 +77,12 @@ def _select(logits, k, backend):
     if backend is not None:
         return api.select(jnp.bfloat16, _ANY_WIDTHS, backend)
     if logits.shape[1] <= MOST_EXPERTS and k <= MOST_CHOICES:
-        # Kernels for GPUs do without the checks of jax.shard_map.
-        checked = bool(jax.typeof(logits).mat.varying)
-        for name in ("pallas_tpu",) if checked else ("mosaic_gpu", "pallas_tpu"):
+        checked = bool(jax.typeof(logits).mat.varying)  # by jax.shard_map
+        for name in ("mosaic_gpu", "pallas_tpu"):
             if api.refusal(name, jnp.bfloat16, _ANY_WIDTHS) is None:
-                return api.load(name)
+                found = api.load(name)
+                if found.typed or not checked:
+                    return found
     return api.load("xla_cpu")
 
 

@@ -20,42 +20,54 @@ ENVIRONMENT = {
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
 }
 
-# What the compiler needs to know of an H100 SXM with 80 GB: a GpuTargetConfig in text form.
-_H100 = """
-gpu_device_info {
+
+def _gpu_config(
+    description, *, capability, cores, memory_bytes, memory_bandwidth, l2_bytes, clock_ghz
+):
+    """What XLA's compiler needs to know of a GPU: a GpuTargetConfig in text form."""
+    return f"""
+gpu_device_info {{
   threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152
-  shared_memory_per_core: 233472 threads_per_core_limit: 2048 core_count: 132 fpus_per_core: 128
-  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
-  memory_bandwidth: 3352320000000 l2_cache_size: 52428800 clock_rate_ghz: 1.98
-  device_memory_size: 84929347584 shared_memory_per_block_optin: 232448
-  cuda_compute_capability { major: 9 } registers_per_core_limit: 65536
-  registers_per_block_limit: 65536
-}
-platform_name: "CUDA" dnn_version_info { major: 9 minor: 10 } runtime_version { major: 13 }
-device_description_str: "NVIDIA H100 80GB HBM3"
+  shared_memory_per_core: 233472 threads_per_core_limit: 2048 core_count: {cores}
+  fpus_per_core: 128 block_dim_limit_x: 2147483647 block_dim_limit_y: 65535
+  block_dim_limit_z: 65535 memory_bandwidth: {memory_bandwidth} l2_cache_size: {l2_bytes}
+  clock_rate_ghz: {clock_ghz} device_memory_size: {memory_bytes}
+  shared_memory_per_block_optin: 232448 cuda_compute_capability {{ major: {capability} }}
+  registers_per_core_limit: 65536 registers_per_block_limit: 65536
+}}
+platform_name: "CUDA" dnn_version_info {{ major: 9 minor: 10 }} runtime_version {{ major: 13 }}
+device_description_str: "{description}"
 """
 
-_B200 = """
-gpu_device_info {
-  threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152
-  shared_memory_per_core: 233472 threads_per_core_limit: 2048 core_count: 148 fpus_per_core: 128
-  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
-  memory_bandwidth: 8000000000000 l2_cache_size: 132644864 clock_rate_ghz: 1.965
-  device_memory_size: 191502483456 shared_memory_per_block_optin: 232448
-  cuda_compute_capability { major: 10 } registers_per_core_limit: 65536
-  registers_per_block_limit: 65536
-}
-platform_name: "CUDA" dnn_version_info { major: 9 minor: 10 } runtime_version { major: 13 }
-device_description_str: "NVIDIA B200"
-"""
 
-GPU_CONFIGS = {"h100": _H100, "b200": _B200}
+GPU_CONFIGS = {
+    "h100": _gpu_config(  # SXM, 80 GB
+        "NVIDIA H100 80GB HBM3",
+        capability=9,
+        cores=132,
+        memory_bytes=84929347584,
+        memory_bandwidth=3352320000000,
+        l2_bytes=52428800,
+        clock_ghz=1.98,
+    ),
+    "b200": _gpu_config(
+        "NVIDIA B200",
+        capability=10,
+        cores=148,
+        memory_bytes=191502483456,
+        memory_bandwidth=8000000000000,
+        l2_bytes=132644864,
+        clock_ghz=1.965,
+    ),
+}
 
 TARGETS = {
     "v5e": dict(platform="tpu", topology_name="v5e:2x4"),
     "v5p": dict(platform="tpu", topology_name="v5p:2x2x1"),
     "v6e": dict(platform="tpu", topology_name="v6e:2x4"),
-    "h100": dict(platform="cuda", topology_name="", topology="1x1x1", target_config=_H100),
+    "h100": dict(
+        platform="cuda", topology_name="", topology="1x1x1", target_config=GPU_CONFIGS["h100"]
+    ),
 }
 
 

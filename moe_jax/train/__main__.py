@@ -14,12 +14,13 @@ from moe_jax.checkpoints import CheckpointError
 from moe_jax.config import ConfigError, parse_command_line, resolve_runs
 from moe_jax.train.build import explain_backend, make_run_mesh
 from moe_jax.train.feed import DataError
+from moe_jax.train.flags import USAGE as PROCESSES_USAGE
+from moe_jax.train.flags import take_flags
 from moe_jax.train.log import LogError
 from moe_jax.train.loop import TrainingError, train
 from moe_jax.train.memory import keep_freed_memory
-from moe_jax.train.processes import USAGE as PROCESSES_USAGE
-from moe_jax.train.processes import connect, is_first, is_lost, one_line, take_cluster
-from moe_jax.train.restarts import run_with_restarts, take_max_restarts
+from moe_jax.train.processes import connect, is_first, is_lost, one_line
+from moe_jax.train.restarts import run_with_restarts
 from moe_jax.train.signals import StopRequest
 from moe_jax.train.workdir import prepare_workdir
 
@@ -53,16 +54,14 @@ def main(arguments: Sequence[str]) -> int:
     """Runs the command and returns its exit code."""
     workdir = None
     try:
-        max_restarts, arguments = take_max_restarts(arguments)
-        rest, cluster = take_cluster(arguments)
-        profile, rest = "--profile" in rest, [word for word in rest if word != "--profile"]
-        if max_restarts:
+        flags, rest = take_flags(arguments)
+        if flags.max_restarts:
             # The accelerators are the child's: whoever asks for them first has them.
             jax.config.update("jax_platforms", "cpu")
             _, workdir = parse_command_line(rest, usage=USAGE)
-            command = [sys.executable, "-m", "moe_jax.train", *arguments]
-            return run_with_restarts(command, workdir, max_restarts=max_restarts)
-        connect(cluster)  # before a config is checked, which asks jax for shapes
+            command = [sys.executable, "-m", "moe_jax.train", *flags.child]
+            return run_with_restarts(command, workdir, max_restarts=flags.max_restarts)
+        connect(flags.cluster)  # before a config is checked, which asks jax for shapes
         config, workdir = parse_command_line(rest, usage=USAGE)
         for run in resolve_runs(config).values():
             make_run_mesh(run)
@@ -72,7 +71,7 @@ def main(arguments: Sequence[str]) -> int:
         with StopRequest() as stop:
             for directory, run in runs.items():
                 variant = "" if directory == workdir else directory.name
-                train(run, directory, stop=stop, name=variant, profile=profile)
+                train(run, directory, stop=stop, name=variant, profile=flags.profile)
                 if stop.signal:
                     break
     except (ConfigError, CheckpointError, LogError, TrainingError) as error:

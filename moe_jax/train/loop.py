@@ -156,12 +156,13 @@ class _Run:
         self._skipped = 0 if state.skipped is None else int(state.skipped.total)
         previous = None
         stopping = SharedStop(stop, self._placement.mesh)
+        rows = self._placement.rows(config.data.batch_size)
         while step < config.steps and not stopping():
             batch = self._next_batch(step + 1, previous, stop)
             if batch is None:
                 break
             with trace.watch(step + 1):
-                batch = self._placement.put(batch, config.data.batch_size)
+                batch = self._placement.put(batch, rows, config.data.batch_size)
                 state, metrics = train_step(state, batch)
             step += 1
             if trace.is_complete():

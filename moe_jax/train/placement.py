@@ -4,6 +4,7 @@ Axis legend: B sequences in the batch of all processes.
 """
 
 import contextlib
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -61,20 +62,18 @@ class Placement(NamedTuple):
         places = batch_sharding(self.mesh).addressable_devices_indices_map((batch_size,))
         return sorted({row for (index,) in places.values() for row in range(batch_size)[index]})
 
-    def put(self, batch: dict[str, np.ndarray], batch_size: int) -> dict[str, jax.Array]:
-        """The batch [B, ...] of all processes, each of which gives its ``rows`` of it."""
+    def put(
+        self, batch: dict[str, np.ndarray], rows: Sequence[int], batch_size: int
+    ) -> dict[str, jax.Array]:
+        """The batch [B, ...] of all processes, each of which gives these of its rows.
+
+        Args:
+          batch: [len(rows), ...] each.
+          rows: at least those of ``self.rows(B)``.
+          batch_size: B.
+        """
         if self.mesh is None:
             return batch
-        return self._put(batch, batch_size, self.rows(batch_size))
-
-    def put_whole(self, batch: dict[str, np.ndarray]) -> dict[str, jax.Array]:
-        """The batch [B, ...] that every process has whole."""
-        if self.mesh is None:
-            return batch
-        batch_size = len(next(iter(batch.values())))
-        return self._put(batch, batch_size, range(batch_size))
-
-    def _put(self, batch, batch_size, rows):
         where = batch_sharding(self.mesh)
         place_of_row = {row: place for place, row in enumerate(rows)}
 
@@ -88,3 +87,8 @@ class Placement(NamedTuple):
             return jax.make_array_from_callback(shape, where, part)
 
         return {name: put(np.asarray(local)) for name, local in batch.items()}
+
+    def put_whole(self, batch: dict[str, np.ndarray]) -> dict[str, jax.Array]:
+        """The batch [B, ...] that every process has whole."""
+        batch_size = len(next(iter(batch.values())))
+        return self.put(batch, range(batch_size), batch_size)

@@ -4,67 +4,19 @@ All processes run the same command and compute the same; the first one alone wri
 once (config.json, the numbers, the lines on the screen), and checkpoints are written by all.
 """
 
-import argparse
 import re
 import signal
-from collections.abc import Sequence
-from typing import NamedTuple
 
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from moe_jax.config import ConfigError
+from moe_jax.train.flags import Cluster
 from moe_jax.train.signals import StopRequest
-
-USAGE = """\
-Several processes: run the same command in each, with a workdir that all of them see.
-  --distributed             find the others as SLURM, Open MPI, Kubernetes or a TPU pod tells
-  --coordinator HOST:PORT   or by hand: the first process listens there,
-  --num_processes N         so many are started,
-  --process_index I         and this is number I of 0..N-1"""
 
 # What XLA's collectives and jax's coordination service say of it.
 _LOST = re.compile(r"Gloo|UNAVAILABLE|DEADLINE_EXCEEDED|heartbeat|Connection (reset|closed)", re.I)
-
-
-class Cluster(NamedTuple):
-    """How to find the other processes; all None: as the environment tells."""
-
-    coordinator: str | None = None
-    num_processes: int | None = None
-    process_index: int | None = None
-
-
-def take_cluster(arguments: Sequence[str]) -> tuple[list[str], Cluster | None]:
-    """The command line without the flags of USAGE, and what they say; None: one process.
-
-    Raises:
-      ConfigError: a flag without the others, or a value that is not allowed.
-    """
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    parser.add_argument("--distributed", action="store_true")
-    parser.add_argument("--coordinator")
-    parser.add_argument("--num_processes", type=int)
-    parser.add_argument("--process_index", type=int)
-    try:
-        found, rest = parser.parse_known_args(list(arguments))
-    except argparse.ArgumentError as error:
-        raise ConfigError(f"{error.argument_name}: {error.message}") from None
-    cluster = Cluster(found.coordinator, found.num_processes, found.process_index)
-    if all(value is None for value in cluster):
-        return rest, cluster if found.distributed else None
-    if found.distributed or any(value is None for value in cluster):
-        raise ConfigError(
-            "--distributed: allowed: alone, or instead of it all of --coordinator HOST:PORT,"
-            " --num_processes N, --process_index I"
-        )
-    if not 0 <= cluster.process_index < cluster.num_processes:
-        raise ConfigError(
-            f"--process_index: got {cluster.process_index}; allowed: 0..N-1 with --num_processes"
-            f" {cluster.num_processes}"
-        )
-    return rest, cluster
 
 
 def connect(cluster: Cluster | None) -> None:

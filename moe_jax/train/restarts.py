@@ -9,30 +9,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from moe_jax.checkpoints import saved_steps
-from moe_jax.config import ConfigError
 
-_FLAG = "--max_restarts"
 _LONGEST_PAUSE_SECONDS = 60
 _STOPPING = (signal.SIGINT, signal.SIGTERM)
-
-
-def take_max_restarts(arguments: Sequence[str]) -> tuple[int, list[str]]:
-    """The number after ``--max_restarts`` (0 without), and the other arguments.
-
-    Raises:
-      ConfigError: it is no whole number.
-    """
-    rest, value = [], "0"
-    words = iter(arguments)
-    for word in words:
-        flag, equals, text = word.partition("=")
-        if flag == _FLAG:
-            value = text if equals else next(words, "")
-        else:
-            rest.append(word)
-    if not (value.isascii() and value.isdigit()):
-        raise ConfigError(f"{_FLAG}: got {value!r}; allowed: whole numbers >= 0")
-    return int(value), rest
 
 
 def run_with_restarts(command: Sequence[str], workdir: Path, *, max_restarts: int) -> int:

@@ -99,7 +99,9 @@ def two_steps(run, mesh):
             state_shardings=shardings,
         )
         batch = batch_with_padding()
-        batch = placement.put({name: np.asarray(x) for name, x in batch.items()}, BATCH)
+        batch = placement.put(
+            {name: np.asarray(x) for name, x in batch.items()}, range(BATCH), BATCH
+        )
         results = [jax.device_get(state.params)]
         if mesh is not None:
             exchanged = make_method(run).choice_type is TokenChoice

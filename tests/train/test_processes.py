@@ -11,9 +11,7 @@ import numpy as np
 import pytest
 
 from moe_jax.checkpoints import saved_steps
-from moe_jax.config import ConfigError
 from moe_jax.train.__main__ import main
-from moe_jax.train.processes import Cluster, take_cluster
 
 ROOT = Path(__file__).resolve().parents[2]
 # Runs the command; process number ``who`` sends itself a signal at the end of a step with metrics.
@@ -150,26 +148,3 @@ def test_who_is_left_alone_says_so(command, tmp_path, rows_of, undisturbed):
     assert 3 in saved_steps(tmp_path / "checkpoints")
     assert main(line) == 0
     assert_close_rows(rows_of(tmp_path), rows_of(undisturbed))
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ("--coordinator a:1", "--distributed: allowed: alone, or instead of it all of"),
-        ("--distributed --coordinator a:1 --num_processes 2 --process_index 0", "allowed: alone"),
-        ("--coordinator a:1 --num_processes 2 --process_index 2", "got 2; allowed: 0..N-1 with"),
-        ("--coordinator a:1 --num_processes two --process_index 0", "--num_processes: invalid int"),
-    ],
-)
-def test_flags_that_do_not_fit(arguments, message):
-    with pytest.raises(ConfigError, match=message):
-        take_cluster(arguments.split())
-
-
-def test_flags():
-    assert take_cluster(["--config", "x"]) == (["--config", "x"], None)
-    assert take_cluster(["--distributed", "--workdir", "x"]) == (["--workdir", "x"], Cluster())
-    rest, cluster = take_cluster(
-        "--coordinator a:1 --config.steps=3 --num_processes=2 --process_index 1".split()
-    )
-    assert rest == ["--config.steps=3"] and cluster == Cluster("a:1", 2, 1)

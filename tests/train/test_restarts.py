@@ -6,10 +6,9 @@ import sys
 import pytest
 
 from moe_jax.checkpoints import saved_steps
-from moe_jax.config import ConfigError
 from moe_jax.train import restarts
 from moe_jax.train.__main__ import main
-from moe_jax.train.restarts import run_with_restarts, take_max_restarts
+from moe_jax.train.restarts import run_with_restarts
 
 pytestmark = pytest.mark.sweep
 
@@ -126,16 +125,6 @@ sys.exit(restarts.run_with_restarts(sys.argv[2:], Path(sys.argv[1]), max_restart
     assert process.wait(timeout=20) == 128 + number
     noted = (tmp_path / "lives").read_text().split()
     assert noted == ["start", signal.Signals(number).name][: 2 if life == "wait" else 1]
-
-
-@pytest.mark.parametrize("word", ["--max_restarts=-1", "--max_restarts=x", "--max_restarts"])
-def test_a_number_that_is_none_is_one_line(command, tmp_path, capsys, word):
-    assert main([*command(tmp_path / "run"), word]) == 1
-    error = capsys.readouterr().err
-    assert error.startswith("error: --max_restarts: got '") and error.count("\n") == 1
-    with pytest.raises(ConfigError):
-        take_max_restarts([word])
-    assert take_max_restarts(["--a", "--max_restarts", "3", "b"]) == (3, ["--a", "b"])
 
 
 def test_the_command_is_run_in_a_process_of_its_own(command, tmp_path, monkeypatch):

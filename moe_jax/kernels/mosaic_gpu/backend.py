@@ -11,7 +11,8 @@ from moe_jax.kernels.mosaic_gpu import grouped, router, rows
 def _make(interpret):
     backend = of_kernels("mosaic_gpu", grouped, rows, router, interpret)
     pieces = ("matmul", "hidden", "outer", "gather", "combine", "gate_gradient", "route")
-    return backend._replace(**{name: _unchecked(getattr(backend, name)) for name in pieces})
+    pieces = {name: _unchecked(getattr(backend, name)) for name in pieces}
+    return backend._replace(typed=False, **pieces)
 
 
 def _unchecked(piece):
