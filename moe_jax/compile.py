@@ -79,7 +79,7 @@ def _report(config, topology, options):
     text = program.compiled.as_text()
     if options.hlo:
         options.hlo.write_text(text, encoding="utf-8")
-    report = describe(config, topology, program, text)
+    report = {"config": options.config} | describe(config, topology, program, text)
     if options.json:
         options.json.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
     print(as_text(report))

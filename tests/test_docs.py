@@ -6,6 +6,7 @@ docs/routers.md says of every router is compared with the registry.
 """
 
 import functools
+import importlib
 import re
 import shlex
 import subprocess
@@ -243,3 +244,11 @@ def test_the_summary_of_routers_is_what_they_are():
         assert weights == list(method.default_losses), router
         declared = tuple(set(names) for names in declarations(method))
         assert tuple(map(names_in, (learned, state, losses))) == declared, router
+
+
+def test_the_table_of_train_steps_is_what_the_compiler_reported(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT)  # benchmarks lie beside the package
+    scaling = importlib.import_module("benchmarks.scaling")
+    text = (ROOT / "docs" / "scaling.md").read_text(encoding="utf-8")
+    reports = sorted((ROOT / "docs" / "scaling").glob("*.json"))
+    assert reports and scaling.table(reports) in text

@@ -3,6 +3,7 @@
 Axis legend: T tokens, E experts, k choices, N rows, d and f the inner and outer width of a product.
 """
 
+import functools
 import importlib
 import re
 from collections.abc import Callable
@@ -87,11 +88,14 @@ def _tokamax_refuses(work):
         return "has no kernel for cpu"
     if work.dtype not in (jnp.float32, jnp.bfloat16):
         return f"takes float32 and bfloat16, got {work.dtype}"
-    rows = jax.ShapeDtypeStruct((256, work.widths[0]), work.dtype)
+    inner, outer = (jax.ShapeDtypeStruct((256, width), work.dtype) for width in work.widths[:2])
     matrices = jax.ShapeDtypeStruct((2, *work.widths[:2]), work.dtype)
     sizes = jax.ShapeDtypeStruct((2,), jnp.int32)
+    outer_product = functools.partial(ragged.TOKAMAX.outer, dtype=work.dtype)
     try:
-        jax.eval_shape(ragged.TOKAMAX.matmul, rows, matrices, sizes)
+        jax.eval_shape(ragged.TOKAMAX.matmul, inner, matrices, sizes)
+        # It has kernels for some GPUs that do not have one for the gradient.
+        jax.eval_shape(outer_product, inner, outer, sizes)
     except (NotImplementedError, ValueError) as error:
         return f"does not take it: {error}".splitlines()[0]
     return None
