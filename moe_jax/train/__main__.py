@@ -1,5 +1,6 @@
 """The command python -m moe_jax.train."""
 
+import contextlib
 import logging
 import os
 import shlex
@@ -21,7 +22,7 @@ from moe_jax.train.processes import USAGE as PROCESSES_USAGE
 from moe_jax.train.processes import connect, is_first, is_lost, one_line, take_cluster
 from moe_jax.train.restarts import run_with_restarts, take_max_restarts
 from moe_jax.train.signals import StopRequest
-from moe_jax.train.workdir import prepare_workdir
+from moe_jax.train.workdir import prepare_workdir, trained_by_one
 
 USAGE = (
     """\
@@ -72,7 +73,9 @@ def main(arguments: Sequence[str]) -> int:
         with StopRequest() as stop:
             for directory, run in runs.items():
                 variant = "" if directory == workdir else directory.name
-                train(run, directory, stop=stop, name=variant, profile=profile)
+                alone = trained_by_one(directory) if is_first() else contextlib.nullcontext()
+                with alone:
+                    train(run, directory, stop=stop, name=variant, profile=profile)
                 if stop.signal:
                     break
     except (ConfigError, CheckpointError, LogError, TrainingError) as error:

@@ -1,6 +1,9 @@
 """The directory of results: which run lives where, and that it stays the same run."""
 
+import contextlib
+import fcntl
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 from ml_collections import ConfigDict
@@ -46,6 +49,31 @@ def prepare_workdir(
     except OSError as error:
         raise ConfigError(f"--workdir: got {str(workdir)!r}: {error.strerror}") from None
     return runs
+
+
+@contextlib.contextmanager
+def trained_by_one(directory: Path) -> Iterator[None]:
+    """Within it no other command trains in ``directory``: two would cut each other's files.
+
+    The lock is gone with the process, however that ends. A file system without locks has none.
+
+    Raises:
+      ConfigError: another process trains there.
+    """
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(
+                f"--workdir: another process trains in {directory}; allowed: another workdir, or"
+                " this one when that process has ended"
+            ) from None
+        except OSError:
+            pass
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def _check_same_runs(workdir, runs):
