@@ -19,7 +19,7 @@ from moe_jax.train.log import LogError
 from moe_jax.train.loop import TrainingError, train
 from moe_jax.train.memory import keep_freed_memory
 from moe_jax.train.processes import USAGE as PROCESSES_USAGE
-from moe_jax.train.processes import connect, is_first, is_lost, one_line, take_cluster
+from moe_jax.train.processes import connect, is_first, is_lost, one_line, take_cluster, wait_for_all
 from moe_jax.train.restarts import run_with_restarts, take_max_restarts
 from moe_jax.train.signals import StopRequest
 from moe_jax.train.workdir import prepare_workdir, trained_by_one
@@ -69,7 +69,11 @@ def main(arguments: Sequence[str]) -> int:
             make_run_mesh(run)
             if run.moe.num_experts and run.moe.backend:
                 explain_backend(run)
+        if not is_first():  # the first one writes config.json, which the others are to have too
+            wait_for_all("the workdir")
         runs = prepare_workdir(workdir, config, write=is_first())
+        if is_first():
+            wait_for_all("the workdir")
         with StopRequest() as stop:
             for directory, run in runs.items():
                 variant = "" if directory == workdir else directory.name

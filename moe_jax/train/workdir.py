@@ -25,7 +25,7 @@ def prepare_workdir(
 
     A run without variants lives in the workdir itself, each variant in a folder of its name with
     its own config.json. Variants may be added to a workdir later. Without ``write`` it is checked
-    only.
+    only, and must have been made.
 
     Returns:
       {run directory: config of the single run}, in the order to train them.
@@ -40,6 +40,7 @@ def prepare_workdir(
             workdir.mkdir(parents=True, exist_ok=True)
         _check_same_runs(workdir, runs)
         if not write:
+            _check_there(runs)
             return runs
         if config.get("variants"):
             _write(workdir, config_to_json(config))
@@ -74,6 +75,16 @@ def trained_by_one(directory: Path) -> Iterator[None]:
         yield
     finally:
         os.close(descriptor)
+
+
+def _check_there(runs):
+    """Refuses a place that the process which writes does not share with this one."""
+    for directory in runs:
+        if not (directory / "config.json").exists():
+            raise ConfigError(
+                f"--workdir: {directory} has no config.json of the first process; allowed: a"
+                " directory that all processes see"
+            )
 
 
 def _check_same_runs(workdir, runs):

@@ -109,3 +109,10 @@ def test_a_directory_is_trained_in_by_one_process(tmp_path):
     with trained_by_one(tmp_path):
         pass
     assert not list(tmp_path.iterdir())
+
+
+def test_a_process_that_does_not_write_wants_the_workdir_of_the_one_that_does(tmp_path):
+    with pytest.raises(ConfigError, match="allowed: a directory that all processes see"):
+        prepare_workdir(tmp_path, base_config(), write=False)
+    runs = prepare_workdir(tmp_path, base_config())
+    assert prepare_workdir(tmp_path, base_config(), write=False) == runs
