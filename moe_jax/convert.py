@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import math
 import os
 import sys
 from collections.abc import Sequence
@@ -40,6 +41,7 @@ from moe_jax.config import (
 from moe_jax.models.accounting import ParameterCount, count_parameters
 from moe_jax.routing import ExpertMerge, SoftChoice
 from moe_jax.train.build import make_initial_state, make_method, make_model, vocabulary_of
+from moe_jax.untrusted import one_line
 
 DESCRIPTION = """\
 Shows what is in a checkpoint, and brings it into other forms.
@@ -279,16 +281,18 @@ def _nbytes(shape):
 def _print_report(report: dict[str, Any]) -> None:
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
-    table = Table(title=f"{report['checkpoint']}")
+    # As text: rich would read what is in brackets as markup.
+    table = Table(title=Text(one_line(report["checkpoint"])))
     for column in ("tree", "path"):
         table.add_column(column, overflow="fold")
     for column in ("shape", "dtype", "MB", "% of parameters"):
         table.add_column(column, justify="right")
     for row in report["arrays"]:
         table.add_row(
-            row["tree"],
-            row["path"],
+            Text(one_line(row["tree"])),
+            Text(one_line(row["path"])),
             str(row["shape"]),
             row["dtype"],
             f"{row['megabytes']:.3f}",
@@ -338,6 +342,10 @@ def _read_metadata(path: Path, reader: SafetensorsReader) -> tuple[ConfigDict, i
         raise ConfigError(f"--input: {path}: the metadata is damaged: {error}") from None
     if not 0 <= step <= _LAST_STEP:
         raise ConfigError(f"--input: {path}: step: got {step}; allowed: 0..{_LAST_STEP}")
+    if cross_entropy is not None and not math.isfinite(cross_entropy):
+        raise ConfigError(
+            f"--input: {path}: cross_entropy: got {cross_entropy}; allowed: finite numbers"
+        )
     return config, step, cross_entropy
 
 

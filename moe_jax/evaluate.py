@@ -25,6 +25,7 @@ from moe_jax.routing import ExpertChoice, ExpertMerge, SoftChoice, TokenChoice, 
 from moe_jax.train.build import make_initial_state, make_method, make_model
 from moe_jax.train.evaluation import Evaluation, bytes_per_token, evaluate_batches
 from moe_jax.train.log import LogError, read_metrics
+from moe_jax.untrusted import one_line
 
 DESCRIPTION = """\
 Evaluates the checkpoints of a workdir on held-out documents, without noise and dropout and with
@@ -328,6 +329,7 @@ def _slots(routing):
 def _print_table(rows, baselines, split):
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
     table = Table(title=f"Held-out documents ({split} split)")
     table.add_column("model")
@@ -339,7 +341,7 @@ def _print_table(rows, baselines, split):
         routed = "load_cv_mean" in row
         speed = row["train_tokens_per_second"]
         table.add_row(
-            row["name"],
+            Text(one_line(row["name"])),  # rich would read what is in brackets as markup
             f"{row['perplexity']:.2f}",
             f"{row['bits_per_byte']:.4f}",
             f"{row['parameters_total']:,}",

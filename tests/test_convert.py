@@ -107,6 +107,14 @@ def test_inspect_lists_every_array(run_of, capsys):
     assert f"active per token: {report['parameters_active']:,}" in printed
 
 
+def test_a_path_with_brackets_is_no_markup(run_of, tmp_path, capsys):
+    workdir = tmp_path / "a [" / "b] [red]"  # "[/b]" would close what is not open
+    shutil.copytree(run_of[True], workdir)
+    assert command("inspect", "--workdir", workdir) == 0
+    shown = "".join(capsys.readouterr().out.split("┏")[0].split())
+    assert "".join(f"{workdir / 'checkpoints' / '2'}".split()) in shown
+
+
 def test_a_pruned_copy_has_no_optimizer_and_is_evaluated(
     run_of, tmp_path, short_text, monkeypatch, capsys
 ):
@@ -216,6 +224,7 @@ NORM = "params/final_norm/scale"
         (lambda a, m: m.update(format_version="2"), "version 2; allowed: moe_jax, 1"),
         (lambda a, m: m.update(step="x"), "the metadata is damaged"),
         (lambda a, m: m.update(step="-1"), "step: got -1; allowed: 0..2147483647"),
+        (lambda a, m: m.update(cross_entropy="nan"), "cross_entropy: got nan; allowed: finite"),
         (lambda a, m: m.pop("config"), "the metadata is damaged: 'config'"),
         (lambda a, m: m.update(config="[]"), "config: got JSON list"),
     ],

@@ -31,7 +31,12 @@ def saved_steps(directory: str | Path) -> list[int]:
     directory = Path(directory)
     if not directory.is_dir():
         return []
-    return sorted(int(p.name) for p in directory.iterdir() if p.name.isdigit() and p.is_dir())
+    return sorted(int(p.name) for p in directory.iterdir() if _is_step(p.name) and p.is_dir())
+
+
+def _is_step(name):
+    """Whether it is a number as a checkpoint is named: no 040, no digits but ASCII's."""
+    return name.isascii() and name.isdigit() and name == str(int(name))
 
 
 def write_manifest(checkpoint: Path) -> None:
@@ -120,7 +125,8 @@ def set_aside_damaged(directory: str | Path, say: Callable[[str], None] = print)
         path = directory / str(step)
         aside = _rename_damaged(path)
         instead = f"using {directory / str(good)} instead; " if step > good else ""
-        say(f"checkpoint {path} is damaged: {damage}; {instead}it is kept as {aside}")
+        line = f"checkpoint {path} is damaged: {damage}; {instead}it is kept as {aside}"
+        say(one_line(line))  # a list of files may name them with codes of terminals
     return good or 0
 
 

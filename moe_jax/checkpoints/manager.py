@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import math
 from pathlib import Path
 from typing import Any
 
@@ -185,8 +186,9 @@ def validation_cross_entropy(directory: str | Path, step: int) -> float | None:
     """In nats per token, at a saved step; None if there was no validation at that step."""
     try:
         text = (Path(directory) / str(step) / "metrics" / "metrics").read_bytes()
-        return float(parse_json(text)[_METRIC])
-    except (OSError, ValueError, KeyError, TypeError):
+        value = float(parse_json(text)[_METRIC])
+        return value if math.isfinite(value) else None
+    except (OSError, ValueError, KeyError, TypeError, OverflowError):
         return None  # or damaged, which restoring the checkpoint would tell
 
 

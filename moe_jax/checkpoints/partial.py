@@ -46,7 +46,7 @@ def parse_rules(text: str) -> list[Rule]:
             rule = Rule(re.compile(pattern), replacement if arrow else None)
             if arrow:  # is a group in it that the pattern has not?
                 re.compile(f"(?:{pattern})|").sub(replacement, "")
-        except (re.error, IndexError) as error:
+        except (re.error, IndexError, OverflowError, RecursionError) as error:
             raise ValueError(f"{part.strip()!r} is no rule ({error})") from None
         if not pattern or (arrow and not replacement):
             raise ValueError(f"{part.strip()!r} is no rule (it is empty)")

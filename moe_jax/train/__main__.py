@@ -1,5 +1,6 @@
 """The command python -m moe_jax.train."""
 
+import contextlib
 import logging
 import os
 import shlex
@@ -19,10 +20,10 @@ from moe_jax.train.flags import take_flags
 from moe_jax.train.log import LogError
 from moe_jax.train.loop import TrainingError, train
 from moe_jax.train.memory import keep_freed_memory
-from moe_jax.train.processes import connect, is_first, is_lost, one_line
+from moe_jax.train.processes import connect, is_first, is_lost, one_line, wait_for_all
 from moe_jax.train.restarts import run_with_restarts
 from moe_jax.train.signals import StopRequest
-from moe_jax.train.workdir import prepare_workdir
+from moe_jax.train.workdir import prepare_workdir, trained_by_one
 
 USAGE = (
     """\
@@ -67,11 +68,17 @@ def main(arguments: Sequence[str]) -> int:
             make_run_mesh(run)
             if run.moe.num_experts and run.moe.backend:
                 explain_backend(run)
+        if not is_first():  # the first one writes config.json, which the others are to have too
+            wait_for_all("the workdir")
         runs = prepare_workdir(workdir, config, write=is_first())
+        if is_first():
+            wait_for_all("the workdir")
         with StopRequest() as stop:
             for directory, run in runs.items():
                 variant = "" if directory == workdir else directory.name
-                train(run, directory, stop=stop, name=variant, profile=flags.profile)
+                alone = trained_by_one(directory) if is_first() else contextlib.nullcontext()
+                with alone:
+                    train(run, directory, stop=stop, name=variant, profile=flags.profile)
                 if stop.signal:
                     break
     except (ConfigError, CheckpointError, LogError, TrainingError) as error:

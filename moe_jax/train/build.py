@@ -124,10 +124,8 @@ def _check_mesh(config, mesh):
             f" {mesh.shape['fsdp']} x expert {mesh.shape['expert']} = {shards} devices that share"
             f" the batch: multiples of {shards}, or smaller sizes in config.mesh"
         )
-    for axis, name, number in (
-        ("expert", "moe.num_experts", config.moe.num_experts),
-        ("tensor", "model.num_heads", config.model.num_heads),
-    ):
+    for axis, name in _divided(config):
+        number = config[name.partition(".")[0]][name.partition(".")[2]]
         if number % mesh.shape[axis]:
             raise ConfigError(
                 f"config.mesh.{axis}: got {mesh.shape[axis]}; allowed: divisors of {number}"
@@ -138,6 +136,33 @@ def _check_mesh(config, mesh):
             f"config.mesh.expert_nodes: got {config.mesh.expert_nodes}; allowed: divisors of"
             f" {config.mesh.expert} (config.mesh.expert)"
         )
+    _check_exchange(config, mesh)
+
+
+def _check_exchange(config, mesh):
+    """Refuses a ragged exchange where there is none."""
+    if config.moe.exchange != "ragged":
+        return
+    if config.mesh.expert_nodes > 1:
+        raise ConfigError(
+            "config.moe.exchange: got ragged; allowed with mesh.expert_nodes"
+            f" {config.mesh.expert_nodes}: padded, or None"
+        )
+    if mesh.shape["expert"] > 1 and mesh.devices.flat[0].platform == "cpu":
+        raise ConfigError(
+            "config.moe.exchange: got ragged, which XLA has not for CPUs; allowed: padded, or None"
+        )
+
+
+def _divided(config):
+    """(axis, field) for each size of the model that the devices of an axis share."""
+    moe = config.moe
+    fields = [("tensor", "model.num_heads"), ("fsdp", "model.width")]
+    if moe.num_experts:
+        fields += [("expert", "moe.num_experts"), ("tensor", "moe.expert_width")]
+    if not moe.num_experts or moe.every > 1:  # there are blocks without experts
+        fields.append(("tensor", "model.mlp_width"))
+    return fields
 
 
 def _make_parallel(config, mesh):

@@ -10,6 +10,8 @@ from moe_jax.untrusted import parse_json
 
 PARTS = ("training", "preparing", "compiling", "validation", "saving", "data")
 
+_LONGEST_SECONDS = 1e12  # more than any run has taken; NaN and infinity are beyond it
+
 
 class Goodput:
     """Measures the parts of a run and keeps them in ``summary.json``.
@@ -77,6 +79,8 @@ def _read(path):
     try:
         summary = parse_json(path.read_bytes())
         seconds = {part: float(summary["seconds"][part]) for part in PARTS}
+        if not all(0 <= value < _LONGEST_SECONDS for value in seconds.values()):
+            raise ValueError("no time of a run")
         return seconds, int(summary["restarts"]) + 1
-    except (OSError, ValueError, KeyError, TypeError):  # none yet, or not one of ours
+    except (OSError, ValueError, KeyError, TypeError, OverflowError):  # none yet, or none of ours
         return dict.fromkeys(PARTS, 0.0), 0

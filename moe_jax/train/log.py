@@ -76,7 +76,17 @@ class RunLog:
             self._board.add_scalar(f"{split}/{name}", value, step)
 
     def write_routing(self, step: int, load: np.ndarray, dropped: np.ndarray) -> None:
-        """Adds the counts [L, E] of the training batch of ``step``."""
+        """Adds the counts [L, E] of the training batch of ``step``.
+
+        Raises:
+          LogError: the file had those of another model.
+        """
+        if self._routing and self._routing[0][1].shape != np.shape(load):
+            before, now = list(self._routing[0][1].shape), list(np.shape(load))
+            raise LogError(
+                f"{self.directory / 'routing.npz'}: has layers and experts {before}, this run has"
+                f" {now}; move the file away to go on without"
+            )
         self._routing.append((step, np.asarray(load, np.int32), np.asarray(dropped, np.int32)))
 
     def flush(self) -> None:

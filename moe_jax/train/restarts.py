@@ -11,7 +11,8 @@ from pathlib import Path
 from moe_jax.checkpoints import saved_steps
 
 _LONGEST_PAUSE_SECONDS = 60
-_STOPPING = (signal.SIGINT, signal.SIGTERM)
+# A terminal that closes sends SIGHUP to this process alone; the child would train on without it.
+_STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def run_with_restarts(command: Sequence[str], workdir: Path, *, max_restarts: int) -> int:
@@ -30,7 +31,11 @@ def run_with_restarts(command: Sequence[str], workdir: Path, *, max_restarts: in
       The last exit code; 128 + signal for a process that died of one, as a shell has it.
     """
     child = _Child(command)
-    before = {number: signal.signal(number, child.stop) for number in _STOPPING}
+    before = {
+        number: signal.signal(number, child.stop)
+        for number in _STOPPING
+        if signal.getsignal(number) is not signal.SIG_IGN  # as nohup has it
+    }
     try:
         restarts, newest = 0, _newest(workdir)
         while True:

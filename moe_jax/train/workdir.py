@@ -1,6 +1,9 @@
 """The directory of results: which run lives where, and that it stays the same run."""
 
+import contextlib
+import fcntl
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 from ml_collections import ConfigDict
@@ -22,7 +25,7 @@ def prepare_workdir(
 
     A run without variants lives in the workdir itself, each variant in a folder of its name with
     its own config.json. Variants may be added to a workdir later. Without ``write`` it is checked
-    only.
+    only, and must have been made.
 
     Returns:
       {run directory: config of the single run}, in the order to train them.
@@ -37,6 +40,7 @@ def prepare_workdir(
             workdir.mkdir(parents=True, exist_ok=True)
         _check_same_runs(workdir, runs)
         if not write:
+            _check_there(runs)
             return runs
         if config.get("variants"):
             _write(workdir, config_to_json(config))
@@ -46,6 +50,41 @@ def prepare_workdir(
     except OSError as error:
         raise ConfigError(f"--workdir: got {str(workdir)!r}: {error.strerror}") from None
     return runs
+
+
+@contextlib.contextmanager
+def trained_by_one(directory: Path) -> Iterator[None]:
+    """Within it no other command trains in ``directory``: two would cut each other's files.
+
+    The lock is gone with the process, however that ends. A file system without locks has none.
+
+    Raises:
+      ConfigError: another process trains there.
+    """
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(
+                f"--workdir: another process trains in {directory}; allowed: another workdir, or"
+                " this one when that process has ended"
+            ) from None
+        except OSError:
+            pass
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _check_there(runs):
+    """Refuses a place that the process which writes does not share with this one."""
+    for directory in runs:
+        if not (directory / "config.json").exists():
+            raise ConfigError(
+                f"--workdir: {directory} has no config.json of the first process; allowed: a"
+                " directory that all processes see"
+            )
 
 
 def _check_same_runs(workdir, runs):

@@ -202,6 +202,22 @@ def test_a_damaged_checkpoint_is_set_aside(saved, tmp_path, name, damage):
     assert sorted(os.listdir(tmp_path)) == ["1", "2.damaged", "2.damaged.2"]
 
 
+def test_what_a_list_of_files_names_is_said_in_one_plain_line(saved, tmp_path):
+    shutil.copytree(saved, tmp_path, dirs_exist_ok=True)
+    (tmp_path / "2" / "files.json").write_text(r'{"\ud800\u001b[31m\n": [1, 2]}')
+    said = []
+    assert set_aside_damaged(tmp_path, said.append) == 1
+    [line] = said
+    assert line.isprintable() and r"\ud800\x1b[31m\n is missing" in line
+
+
+def test_only_folders_named_as_checkpoints_are_some(tmp_path):
+    for name in ("3", "0", "²", "٣", "040", "40.damaged", "-1", "x"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "5").write_text("a file")
+    assert saved_steps(tmp_path) == [0, 3]
+
+
 def test_good_checkpoints_are_left_alone_and_older_ones_not_read(saved, tmp_path):
     assert set_aside_damaged(tmp_path / "none") == 0
     shutil.copytree(saved, tmp_path, dirs_exist_ok=True)

@@ -90,7 +90,12 @@ def test_no_checkpoint(tmp_path):
         take(tmp_path, ".*")
 
 
-@pytest.mark.parametrize("text", ["", ",", "(", "a->", "->a", r"a->\1", "a,,b"])
+HUGE = ["a{99999999999}", 5000 * "(" + 5000 * ")"]
+
+
+@pytest.mark.parametrize(
+    "text", ["", ",", "(", "a->", "->a", r"a->\1", "a,,b", *HUGE], ids=range(9)
+)
 def test_what_is_no_rule_is_refused(text):
     with pytest.raises(ValueError, match="is no rule"):
         parse_rules(text)

@@ -3,7 +3,7 @@ import json
 import pytest
 
 from moe_jax.train import goodput
-from moe_jax.train.goodput import Goodput, describe
+from moe_jax.train.goodput import PARTS, Goodput, describe
 
 
 @pytest.fixture
@@ -43,7 +43,20 @@ def test_parts_add_up_over_restarts(tmp_path, clock):
     assert summary["restarts"] == 1 and summary["seconds"] == expected | {"preparing": 22.0}
 
 
-@pytest.mark.parametrize("content", ["", "[]", '{"seconds": {}}', '{"seconds": 3}'])
+def summary_of(restarts="0", training="1.0"):
+    others = ", ".join(f'"{part}": 1.0' for part in PARTS if part != "training")
+    return f'{{"restarts": {restarts}, "seconds": {{"training": {training}, {others}}}}}'
+
+
+NO_NUMBERS = [
+    summary_of(restarts="1e999"),
+    *(summary_of(training=value) for value in ("NaN", "Infinity", "-5", "1" + 400 * "0")),
+]
+
+
+@pytest.mark.parametrize(
+    "content", ["", "[]", '{"seconds": {}}', '{"seconds": 3}', *NO_NUMBERS], ids=range(9)
+)
 def test_a_damaged_summary_is_begun_anew(tmp_path, clock, content):
     (tmp_path / "summary.json").write_text(content)
     clock["now"] += 1

@@ -134,6 +134,13 @@ def test_a_damaged_line_is_named(tmp_path, line):
         read_metrics(tmp_path)
 
 
+def test_an_array_file_of_another_model_is_named(tmp_path):
+    with RunLog(tmp_path, step=0) as log:
+        write(log, 1)
+    with RunLog(tmp_path, step=1) as log, pytest.raises(LogError, match=r"\[2, 4\], this run has"):
+        log.write_routing(2, np.zeros((2, 5)), np.zeros((2, 5)))
+
+
 @pytest.mark.parametrize("content", [b"", b"garbage", b"PK\x03\x04 cut short"])
 def test_a_damaged_array_file_is_named(tmp_path, content):
     (tmp_path / "routing.npz").write_bytes(content)

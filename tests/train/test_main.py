@@ -44,6 +44,26 @@ REFUSED = [
     ("--config.mesh.data=3", "config.data.batch_size: got 4; allowed with data 3 x fsdp 1 x exp"),
     ("--config.mesh.expert=8", "config.data.batch_size: got 4; allowed with data 1 x fsdp 1 x exp"),
     ("--config.mesh.tensor=4", "config.mesh.tensor: got 4; allowed: divisors of 2 (config.model.n"),
+    (
+        "--config.model.width=20 --config.mesh.fsdp=8 --config.data.batch_size=8",
+        "config.mesh.fsdp: got 8; allowed: divisors of 20 (config.model.width)",
+    ),
+    (
+        "--config.moe.expert_width=33 --config.mesh.tensor=2",
+        "config.mesh.tensor: got 2; allowed: divisors of 33 (config.moe.expert_width)",
+    ),
+    (
+        "--config.moe.num_experts=0 --config.model.mlp_width=33 --config.mesh.tensor=2",
+        "config.mesh.tensor: got 2; allowed: divisors of 33 (config.model.mlp_width)",
+    ),
+    (
+        "--config.mesh.expert=2 --config.moe.exchange=ragged",
+        "config.moe.exchange: got ragged, which XLA has not for CPUs; allowed: padded, or None",
+    ),
+    (
+        "--config.mesh.expert=2 --config.mesh.expert_nodes=2 --config.moe.exchange=ragged",
+        "config.moe.exchange: got ragged; allowed with mesh.expert_nodes 2: padded, or None",
+    ),
     ("--config.mesh.expert_nodes=2", "config.mesh.expert_nodes: got 2; allowed: divisors of 1"),
     ("--config.model.num_heads=3", "config.model.num_heads: got 3; allowed: divisors of 16"),
     ("--config.model.num_heads=16", "config.model.num_heads: got 16; allowed: an even head size"),

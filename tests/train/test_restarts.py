@@ -51,7 +51,7 @@ def note(number, frame):
     path.open("a").write(f"{signal.Signals(number).name}\\n")
     os._exit(128 + number)
 
-for number in (signal.SIGINT, signal.SIGTERM):
+for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
     signal.signal(number, note)
 end, _, checkpoint = lives[life].partition(":")
 if checkpoint:
@@ -103,7 +103,10 @@ def test_pauses_double_and_are_told_of(tmp_path, monkeypatch, capfd):
     )
 
 
-@pytest.mark.parametrize("life, number", [("wait", signal.SIGINT), ("75", signal.SIGTERM)])
+@pytest.mark.parametrize(
+    "life, number",
+    [("wait", signal.SIGINT), ("wait", signal.SIGHUP), ("75", signal.SIGTERM)],
+)
 def test_a_signal_is_handed_on_and_is_the_end(tmp_path, life, number):
     parent = """
 import sys

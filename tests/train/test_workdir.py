@@ -3,7 +3,7 @@ import json
 import pytest
 
 from moe_jax.config import ConfigError, base_config, config_from_json, config_to_json, resolve_runs
-from moe_jax.train.workdir import prepare_workdir
+from moe_jax.train.workdir import prepare_workdir, trained_by_one
 
 
 def with_variants(*names):
@@ -100,3 +100,19 @@ def test_a_config_that_is_no_text_is_named(tmp_path):
     (tmp_path / "config.json").write_bytes(b"\xff\xff")
     with pytest.raises(ConfigError, match="config.json"):
         prepare_workdir(tmp_path, base_config())
+
+
+def test_a_directory_is_trained_in_by_one_process(tmp_path):
+    with trained_by_one(tmp_path), pytest.raises(ConfigError, match="another process trains in"):
+        with trained_by_one(tmp_path):
+            pass
+    with trained_by_one(tmp_path):
+        pass
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_process_that_does_not_write_wants_the_workdir_of_the_one_that_does(tmp_path):
+    with pytest.raises(ConfigError, match="allowed: a directory that all processes see"):
+        prepare_workdir(tmp_path, base_config(), write=False)
+    runs = prepare_workdir(tmp_path, base_config())
+    assert prepare_workdir(tmp_path, base_config(), write=False) == runs
