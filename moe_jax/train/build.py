@@ -138,18 +138,26 @@ def _check_mesh(config, mesh):
             f"config.mesh.expert_nodes: got {config.mesh.expert_nodes}; allowed: divisors of"
             f" {config.mesh.expert} (config.mesh.expert)"
         )
+    if config.moe.exchange == "ragged" and config.mesh.expert > 1:
+        on_cpu = mesh.devices.flat[0].platform == "cpu"
+        if on_cpu or config.mesh.expert_nodes > 1:
+            where = "on CPUs" if on_cpu else "with config.mesh.expert_nodes of 2 or more"
+            raise ConfigError(f"config.moe.exchange: got ragged; allowed {where}: padded, or None")
 
 
 def _make_parallel(config, mesh):
-    device = mesh.devices.flat[0]
     nodes = config.mesh.expert_nodes
-    # XLA has no ragged exchange on CPU, and does not compile it for a whole pod of v5e.
-    ragged = device.platform != "cpu" and "lite" not in device.device_kind and nodes == 1
+    ragged = nodes == 1 and _has_ragged_exchange(mesh.devices.flat[0])
     return expert_parallel_of(
         exchange=config.moe.exchange or ("ragged" if ragged else "padded"),
         num_nodes=nodes,
         capacity_scope=config.moe.capacity_scope,
     )
+
+
+def _has_ragged_exchange(device):
+    """XLA has none on CPU, and does not compile it for a whole pod of v5e."""
+    return device.platform != "cpu" and device.device_kind not in ("TPU v5 lite", "TPU v5e")
 
 
 def explain_backend(config: ConfigDict) -> str:
