@@ -35,7 +35,8 @@ def arguments_of(script, program, tmp_path, **environment):
 
 def test_slurm(tmp_path):
     words = arguments_of("slurm.sh", "srun", tmp_path, WORKDIR="runs/a b")
-    options = dict(re.findall(r"^#SBATCH --([\w-]+)=(\S+)", (FOLDER / "slurm.sh").read_text(), re.M))
+    text = (FOLDER / "slurm.sh").read_text()
+    options = dict(re.findall(r"^#SBATCH --([\w-]+)=(\S+)", text, re.MULTILINE))
     # jax takes the GPU of the process's number on its node, among all that the process sees.
     assert options["ntasks-per-node"] == options["gpus-per-node"] and "gpus-per-task" not in options
     num_devices = int(options["nodes"]) * int(options["gpus-per-node"])
