@@ -5,8 +5,9 @@ large; the first layers of DeepSeek-V3 are dense. The capacity is what bounds th
 exchange: without one, a device must have room for all rows of all devices that share its experts.
 
 Command: python -m moe_jax.compile --config configs/deepseek_v3_layers.py --topology v5p:4x4x8
-Time:    not known yet: a compilation was stopped after four minutes of a core
-Result:  not known yet
+Time:    7 minutes on two cores that had much else to do
+Result:  38.7 GB of 102 GB of a device, and a step of 2,097,152 tokens in 0.89 s if everything
+         overlaps at the published rates (75% MFU, an estimate)
 """
 
 from ml_collections import ConfigDict

@@ -1,8 +1,9 @@
 """A mixture-of-experts language model with 125 million active parameters.
 
 Command: python -m moe_jax.compile --config configs/lm_125m_active.py --topology v5p:2x2x2
-Time:    not known yet: a compilation was stopped after two and a half minutes of a core
-Result:  not known yet; it has not been trained either
+Time:    7 minutes on two cores that had much else to do
+Result:  32.3 GB of 102 GB of a device, and a step of 524,288 tokens in 0.16 s if everything
+         overlaps at the published rates (75% MFU, an estimate); it has not been trained
 """
 
 from ml_collections import ConfigDict

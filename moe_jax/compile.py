@@ -53,6 +53,8 @@ def main(arguments: Sequence[str]) -> int:
                 f"--config: got the variants {', '.join(runs)}; allowed: one run, such as"
                 f" {options.config.partition(':')[0]}:{next(iter(runs))}"
             )
+        for path in filter(None, (options.json, options.hlo)):
+            path.parent.mkdir(parents=True, exist_ok=True)  # not after minutes of compiling
         return _report(next(iter(runs.values())), topology, options)
     except BrokenPipeError:  # the reader of the output has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -64,6 +66,7 @@ def main(arguments: Sequence[str]) -> int:
 
 def _report(config, topology, options):
     with _Progress() as progress:
+        progress.say(f"preparing the model for {topology.name}")
         try:
             program = compile_train_step(config, topology, progress.say)
         except jax.errors.JaxRuntimeError as error:

@@ -1,6 +1,7 @@
 """The files that start a run on a cluster: their commands are taken apart as the trainer does."""
 
 import os
+import re
 import shlex
 import subprocess
 from pathlib import Path
@@ -14,11 +15,12 @@ from moe_jax.train.flags import Cluster, take_flags
 FOLDER = Path(__file__).resolve().parents[1] / "cluster"
 
 
-def checked(words):
-    """What a command ``python -m moe_jax.train ...`` says; its fields are checked."""
-    assert words[:3] == ["python", "-m", "moe_jax.train"]
+def checked(words, num_devices):
+    """What a command ``python -m moe_jax.train ...`` says; its fields fit so many devices."""
+    assert words[0].startswith("python") and words[1:3] == ["-m", "moe_jax.train"]
     flags, rest = take_flags(words[3:])
     config, workdir = parse_command_line(rest, usage="")
+    assert num_devices % config.mesh.expert == 0 == config.data.batch_size % num_devices
     return flags.cluster, config, workdir
 
 
@@ -33,7 +35,12 @@ def arguments_of(script, program, tmp_path, **environment):
 
 def test_slurm(tmp_path):
     words = arguments_of("slurm.sh", "srun", tmp_path, WORKDIR="runs/a b")
-    cluster, config, workdir = checked(words)
+    text = (FOLDER / "slurm.sh").read_text()
+    options = dict(re.findall(r"^#SBATCH --([\w-]+)=(\S+)", text, re.MULTILINE))
+    # jax takes the GPU of the process's number on its node, among all that the process sees.
+    assert options["ntasks-per-node"] == options["gpus-per-node"] and "gpus-per-task" not in options
+    num_devices = int(options["nodes"]) * int(options["gpus-per-node"])
+    cluster, config, workdir = checked(words, num_devices)
     assert cluster == Cluster() and config.mesh.expert == 8 and workdir == Path("runs/a b")
 
 
@@ -42,7 +49,7 @@ def test_tpu_pod(tmp_path):
     *place, command = arguments_of("tpu_pod.sh", "gcloud", tmp_path, **environment)
     assert place[:6] == ["compute", "tpus", "tpu-vm", "ssh", "pod", "--zone"]
     words = shlex.split(command)
-    cluster, config, workdir = checked(words[words.index("python") :])
+    cluster, config, workdir = checked(words[words.index("python3") :], 32)
     assert cluster == Cluster() and config.mesh.expert == 4
     assert workdir == Path("/mnt/bucket/runs/pod")
 
@@ -53,14 +60,13 @@ def test_kubernetes():
     [container] = spec["containers"]
     words = shlex.split(container["args"][0].replace("$JOB_COMPLETION_INDEX", "3"))
     assert words[0] == "exec"  # so that SIGTERM reaches it
-    cluster, config, _ = checked(words[1:])
+    gpus = container["resources"]["limits"]["nvidia.com/gpu"]
+    cluster, _, _ = checked(words[1:], gpus * job["spec"]["completions"])
     assert cluster.num_processes == job["spec"]["completions"] == job["spec"]["parallelism"]
     host = f"{job['metadata']['name']}-0.{service['metadata']['name']}"
     assert cluster.coordinator.partition(":")[0] == host
     assert spec["subdomain"] == service["metadata"]["name"]
     assert service["spec"]["selector"]["job-name"] == job["metadata"]["name"]
-    gpus = container["resources"]["limits"]["nvidia.com/gpu"]
-    assert (gpus * 4) % config.mesh.expert == 0
 
 
 @pytest.mark.parametrize("script", sorted(path.name for path in FOLDER.glob("*.sh")))

@@ -46,7 +46,7 @@ def run(monkeypatch, capsys, quick_compilation):
 
 
 def test_reports_a_dense_step(run, tmp_path):
-    path = tmp_path / "report.json"
+    path = tmp_path / "new" / "report.json"
     mesh = ["--config.mesh.fsdp=2", "--config.model.remat=true"]
     code, out, err = run(*SMALL, *mesh, "--json", str(path), "--hlo", str(tmp_path / "hlo.txt"))
     assert code == 0 and "compiling it for 8 devices" in err

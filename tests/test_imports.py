@@ -25,10 +25,10 @@ ORDER = (
     ("config",),
     ("train",),
     ("compiling",),
-    ("evaluate", "diagnose", "compile", "convert"),
+    ("evaluate", "compile", "convert"),
     ("analysis",),
 )
-COMMANDS = ("evaluate", "train.__main__", "diagnose", "compile", "convert")
+COMMANDS = ("evaluate", "train.__main__", "compile", "convert")
 PURE = ("routing", "kernels", "dispatch")
 PURE_MAY_IMPORT = {"jax", "numpy"}
 # Where it is installed, and only when it is asked for.

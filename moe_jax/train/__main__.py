@@ -30,7 +30,8 @@ USAGE = (
 Trains the language model of a config, one variant after the other if it has variants.
 
 usage: python -m moe_jax.train --config FILE.py[:ARGUMENT] --workdir DIR [--config.FIELD=VALUE ...]
-                               [--max_restarts N]
+                               [--max_restarts N] [--profile]
+                               [--distributed, or the three flags below]
 
 example: python -m moe_jax.train --config configs/demo.py --workdir runs/demo --config.steps=100
 

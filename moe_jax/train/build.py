@@ -166,15 +166,18 @@ def _divided(config):
 
 
 def _make_parallel(config, mesh):
-    device = mesh.devices.flat[0]
     nodes = config.mesh.expert_nodes
-    # XLA has no ragged exchange on CPU, and does not compile it for a whole pod of v5e.
-    ragged = device.platform != "cpu" and "lite" not in device.device_kind and nodes == 1
+    ragged = nodes == 1 and _has_ragged_exchange(mesh.devices.flat[0])
     return expert_parallel_of(
         exchange=config.moe.exchange or ("ragged" if ragged else "padded"),
         num_nodes=nodes,
         capacity_scope=config.moe.capacity_scope,
     )
+
+
+def _has_ragged_exchange(device):
+    """XLA has none on CPU, and does not compile it for a whole pod of v5e."""
+    return device.platform != "cpu" and device.device_kind not in ("TPU v5 lite", "TPU v5e")
 
 
 def explain_backend(config: ConfigDict) -> str:

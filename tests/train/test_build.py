@@ -1,7 +1,10 @@
+from types import SimpleNamespace
+
+import jax
 import pytest
 
 from moe_jax.config import ConfigError, base_config, resolve_runs
-from moe_jax.train.build import explain_backend
+from moe_jax.train.build import _has_ragged_exchange, explain_backend
 
 
 @pytest.mark.parametrize(
@@ -37,3 +40,12 @@ def test_a_backend_that_cannot_is_refused():
         ConfigError, match="config.moe.backend: got 'mosaic_gpu', which is made for"
     ):
         explain_backend(resolve_runs(config)[""])
+
+
+@pytest.mark.parametrize(
+    "kind, ragged",
+    [("TPU v5 lite", False), ("TPU v5", True), ("TPU v6 lite", True), ("TPU7x", True)],
+)
+def test_who_sends_the_rows_there_are(kind, ragged):
+    assert _has_ragged_exchange(SimpleNamespace(platform="tpu", device_kind=kind)) == ragged
+    assert not _has_ragged_exchange(jax.devices("cpu")[0])
