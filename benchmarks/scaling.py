@@ -3,7 +3,7 @@
 Nothing is compiled here: the reports are what the compiler's command wrote with --json.
 
 Example:
-  python -m benchmarks.scaling docs/scaling/*.json
+  python -m benchmarks.scaling docs/scaling
 """
 
 import argparse
@@ -29,15 +29,18 @@ _COLUMNS = {
 }
 
 
-def table(paths: Sequence[Path]) -> str:
+def table(folder: Path) -> str:
     """Markdown, a row for each report, by config and then by the number of chips.
 
     Memory and what is sent are those of one device; MFU is the estimate if nothing overlaps and if
     everything does.
 
     Args:
-      paths: of the reports.
+      folder: of the reports, as .json.
     """
+    paths = sorted(folder.glob("*.json"))
+    if not paths:
+        raise FileNotFoundError(f"{folder} has no .json")
     reports = [json.loads(path.read_text(encoding="utf-8")) for path in paths]
     rows = sorted(map(_row, reports), key=lambda row: (row["config"], row["chips"]))
     return report.markdown(rows, _COLUMNS)
@@ -69,10 +72,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         epilog="example:" + example,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("reports", type=Path, nargs="+", help="written by --json")
+    parser.add_argument("folder", type=Path, help="of what --json wrote")
     options = parser.parse_args(arguments)
     try:
-        print(table(options.reports))
+        print(table(options.folder))
     except (OSError, ValueError, KeyError) as error:
         print(f"error: no report of python -m moe_jax.compile: {error}", file=sys.stderr)
         return 1

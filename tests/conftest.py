@@ -27,10 +27,15 @@ def quick_compilation(tmp_path_factory):
     }
     before = {name: jax.config.values[name] for name in options}
     environment = {name.upper(): str(value) for name, value in options.items()}
+    environment_before = {name: os.environ.get(name) for name in environment}
     for name, value in options.items():
         jax.config.update(name, value)
     os.environ.update(environment)
     yield
     for name, value in before.items():
         jax.config.update(name, value)
-        del os.environ[name.upper()]
+    for name, value in environment_before.items():
+        if value is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = value

@@ -67,7 +67,7 @@ REFUSED = [
     ("--config.mesh.expert_nodes=2", "config.mesh.expert_nodes: got 2; allowed: divisors of 1"),
     (
         "--config.mesh.expert=2 --config.moe.exchange=ragged",
-        "config.moe.exchange: got ragged; allowed on CPUs: padded",
+        "config.moe.exchange: got ragged, which XLA has not for CPUs; allowed: padded",
     ),
     ("--config.model.num_heads=3", "config.model.num_heads: got 3; allowed: divisors of 16"),
     ("--config.model.num_heads=16", "config.model.num_heads: got 16; allowed: an even head size"),
